@@ -1,0 +1,112 @@
+"""Argument checks with one message style: the argument's name, what was expected with the sizes bound, what came.
+
+Every check looks at metadata only (type, shape, dtype, device, strides), so it costs no device synchronisation. Values
+are looked at in the checked mode alone (``REPLAYSSM_CHECK=1``), which reads them back and is meant for debugging.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+def checked_mode() -> bool:
+    """Whether ``REPLAYSSM_CHECK=1`` asks for checks that read tensor values back to the host."""
+    return os.environ.get("REPLAYSSM_CHECK") == "1"
+
+
+@cache
+def _axes(spec: str) -> tuple[str | int, ...]:
+    return tuple(int(axis) if axis.isdigit() else axis for axis in spec.split())
+
+
+def _describe(spec: str, sizes: dict[str, int]) -> str:
+    parts = [str(a) if isinstance(a, int) else f"{a}={sizes[a]}" if a in sizes else a for a in _axes(spec)]
+    return f"[{', '.join(parts)}]"
+
+
+def check_tensor(name: str, value: object) -> None:
+    """Raise TypeError unless ``value`` is a tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+
+
+def check_shape(name: str, tensor: Tensor, spec: str, sizes: dict[str, int]) -> None:
+    """Compare a shape with ``spec`` and bind the axis names that ``sizes`` does not hold yet.
+
+    Args:
+        name: the argument's name, first word of the message.
+        tensor: the argument.
+        spec: axis names or numbers separated by blanks, for example ``"slots nheads headdim dstate"``.
+        sizes: sizes bound so far; new names are added, but only when the whole shape fits.
+
+    Raises:
+        ValueError: the rank or an axis differs.
+    """
+    check_tensor(name, tensor)
+    axes, shape = _axes(spec), tensor.shape
+    fits = len(axes) == len(shape) and all(
+        size == (axis if isinstance(axis, int) else sizes.get(axis, size))
+        for axis, size in zip(axes, shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"{name}: expected shape {_describe(spec, sizes)}, got {list(shape)}")
+    for axis, size in zip(axes, shape, strict=True):
+        if isinstance(axis, str):
+            sizes[axis] = size
+
+
+def check_dtype(name: str, tensor: Tensor, *allowed: torch.dtype) -> None:
+    """Raise ValueError unless the dtype is one of ``allowed``."""
+    if tensor.dtype not in allowed:
+        expected = " or ".join(str(dtype) for dtype in allowed)
+        raise ValueError(f"{name}: expected dtype {expected}, got {tensor.dtype}")
+
+
+def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Raise ValueError unless the tensor is on ``device``."""
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected device {device}, got {tensor.device}")
+
+
+def check_packed(name: str, tensor: Tensor, first_axis: int) -> None:
+    """Raise ValueError unless the axes from ``first_axis`` on are packed; the axes before it may have any stride.
+
+    Strides of axes of size 1 are never used and hence not looked at.
+    """
+    expected = 1
+    for axis in range(tensor.dim() - 1, first_axis - 1, -1):
+        if tensor.shape[axis] != 1 and tensor.stride(axis) != expected:
+            raise ValueError(
+                f"{name}: expected axes {first_axis}..{tensor.dim() - 1} of shape {list(tensor.shape)} to be packed "
+                f"(stride {expected} at axis {axis}), got strides {list(tensor.stride())}"
+            )
+        expected *= tensor.shape[axis]
+
+
+def check_range(name: str, value: int, low: int, high: int, why: str = "") -> None:
+    """Raise ValueError unless ``low <= value <= high``."""
+    if not low <= value <= high:
+        raise ValueError(f"{name}: expected {low} <= {name} <= {high}{f' ({why})' if why else ''}, got {value}")
+
+
+def check_values(name: str, tensor: Tensor, low: int, high: int, why: str = "") -> None:
+    """Raise ValueError unless every element lies in ``low..high``. Reads values back: for the checked mode only."""
+    bad = ((tensor < low) | (tensor > high)).nonzero()
+    if bad.numel():
+        where = tuple(bad[0].tolist())
+        value = tensor[where].item()
+        raise ValueError(
+            f"{name}: expected values in {low}..{high}{f' ({why})' if why else ''}, got {value} at {list(where)}"
+        )
+
+
+def check_unique(name: str, slots: Tensor) -> None:
+    """Raise ValueError when a non-negative slot occurs twice. Reads values back: for the checked mode only."""
+    live = slots[slots >= 0]
+    values, counts = live.unique(return_counts=True)
+    if bool((counts > 1).any()):
+        raise ValueError(f"{name}: expected distinct slots, got {values[counts > 1][0].item()} more than once")

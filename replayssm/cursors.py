@@ -1,0 +1,137 @@
+"""The cursors of a pool: where each slot's live ring rows lie. No other module moves a cursor.
+
+The rule, once per step and for all layers together, with the ``seq_len`` that the step's verify saw::
+
+    folded     = num_live if num_live + seq_len > window else 0     (what the verify flushed into the checkpoint)
+    ring_start = (ring_start + folded) % ring_len
+    num_live   = num_live + num_accepted - folded
+
+A rejected token costs nothing else: its row is overwritten by the next step. The window does not depend on
+``seq_len``, which may change every step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from replayssm.checks import check_device, check_dtype, check_shape, check_values, checked_mode
+
+
+@dataclass(frozen=True)
+class Cursors:
+    """Cursors of every slot, int32 ``[slots]`` on the pool's device.
+
+    Attributes:
+        ring_start: ring row of the oldest live token.
+        num_live: live rows from there on, all of them accepted.
+        conv_start: row of the short convolution's ring where the history of the next token begins.
+        last_accepted: rows that the newest commit kept; the convolution can be rewound by that many tokens.
+    """
+
+    ring_start: Tensor
+    num_live: Tensor
+    conv_start: Tensor
+    last_accepted: Tensor
+
+    @classmethod
+    def allocate(cls, num_slots: int, device: torch.device) -> Cursors:
+        """Make the cursors of ``num_slots`` slots, all zero."""
+        return cls(*(torch.zeros(num_slots, dtype=torch.int32, device=device) for _ in fields(cls)))
+
+
+def folded_rows(num_live: Tensor, seq_len: Tensor | int, window: int) -> Tensor:
+    """Rows that a verify of ``seq_len`` tokens folds into the checkpoint before it scores them: all or none.
+
+    Args:
+        num_live: live rows per request, integer tensor.
+        seq_len: new tokens per request, broadcastable to ``num_live``.
+        window: most rows that may be replayed and not folded.
+
+    Returns:
+        A tensor like ``num_live``.
+    """
+    return torch.where(num_live + seq_len > window, num_live, torch.zeros_like(num_live))
+
+
+def reset(cursors: Cursors, slots: Tensor) -> None:
+    """Set every cursor of the slots (int64 ``[n]``, no padding) to zero, in place."""
+    for field in fields(cursors):
+        getattr(cursors, field.name)[slots] = 0
+
+
+def commit(
+    cursors: Cursors,
+    slots: Tensor,
+    seq_lens: Tensor | int,
+    num_accepted: Tensor,
+    *,
+    window: int,
+    ring_len: int,
+    conv_len: int,
+) -> None:
+    """Keep the first ``num_accepted`` of the ``seq_lens`` rows that a verify just wrote.
+
+    Args:
+        cursors: written in place, for the given slots only.
+        slots: int32 or int64 ``[batch]``, distinct; a negative slot is padding and nothing of it is read or written.
+        seq_lens: tokens that the verify scored, one number or integer ``[batch]``; 0 changes nothing.
+        num_accepted: int32 or int64 ``[batch]``, in ``0..seq_len``.
+        window: the pool's window.
+        ring_len: rows of the replay ring.
+        conv_len: rows of the convolution's ring.
+
+    Raises:
+        ValueError: wrong shape, dtype or device; in the checked mode also a value out of range.
+
+    Example:
+        >>> import torch
+        >>> cursors = Cursors.allocate(2, torch.device("cpu"))
+        >>> commit(cursors, torch.tensor([1]), 4, torch.tensor([3]), window=16, ring_len=20, conv_len=7)
+        >>> cursors.num_live.tolist(), cursors.conv_start.tolist()
+        ([0, 3], [0, 3])
+    """
+    _check(cursors, slots, seq_lens, num_accepted)
+    live = slots >= 0
+    slots = slots.clamp(min=0).long()
+    accepted = num_accepted.to(torch.int32)
+    if isinstance(seq_lens, Tensor):
+        live = live & (seq_lens > 0)
+    elif seq_lens == 0:
+        return
+    ring_start, num_live, conv_start, last_accepted = (getattr(cursors, f.name)[slots] for f in fields(cursors))
+    folded = folded_rows(num_live, seq_lens, window)
+    new = (
+        (ring_start + folded) % ring_len,
+        num_live + accepted - folded,
+        (conv_start + accepted) % conv_len,
+        accepted,
+    )
+    # Adding differences keeps padding exact without a host sync: a padded row adds zero to slot 0.
+    for field, before, after in zip(
+        fields(cursors), (ring_start, num_live, conv_start, last_accepted), new, strict=True
+    ):
+        difference = torch.where(live, after - before, 0).to(torch.int32)
+        getattr(cursors, field.name).index_add_(0, slots, difference)
+
+
+def _check(cursors: Cursors, slots: Tensor, seq_lens: Tensor | int, num_accepted: Tensor) -> None:
+    sizes: dict[str, int] = {}
+    check_shape("slots", slots, "batch", sizes)
+    check_shape("num_accepted", num_accepted, "batch", sizes)
+    named = {"slots": slots, "num_accepted": num_accepted}
+    if isinstance(seq_lens, Tensor):
+        check_shape("seq_lens", seq_lens, "batch", sizes)
+        named["seq_lens"] = seq_lens
+    elif seq_lens < 0:
+        raise ValueError(f"seq_lens: expected a number >= 0, got {seq_lens}")
+    for name, tensor in named.items():
+        check_dtype(name, tensor, torch.int32, torch.int64)
+        check_device(name, tensor, cursors.num_live.device)
+    if checked_mode():
+        check_values("slots", slots, torch.iinfo(slots.dtype).min, cursors.num_live.shape[0] - 1, "below the slots")
+        live = slots >= 0
+        if bool(((num_accepted < 0) | (num_accepted > seq_lens))[live].any()):
+            raise ValueError(f"num_accepted: expected 0 <= num_accepted <= seq_lens={seq_lens}, got {num_accepted}")
