@@ -1,0 +1,59 @@
+"""The command line: ``replayssm generate`` and ``replayssm info``.
+
+Each command lives in a module of its own and is imported when it runs, so that ``--help`` and a mistyped option answer
+at once, without loading torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from replayssm.cli.errors import CommandError
+from replayssm.cli.parser import build_parser
+
+INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: the arguments without the program's name; None takes them from ``sys.argv``.
+
+    Returns:
+        The exit code: 0, 1 for a failure, 2 for wrong use, 130 after Ctrl-C. An error is one line on stderr; set
+        ``REPLAYSSM_TRACEBACK=1`` to see where it came from instead.
+
+    Example:
+        >>> main(["generate", "--draft", "lookup", "--num-draft-tokens", "0"])
+        2
+    """
+    try:
+        options = build_parser().parse_args(argv)
+        command = importlib.import_module(f"replayssm.cli.{options.command}")
+        code: int = command.run(options)
+        sys.stdout.flush()
+        return code
+    except SystemExit as stop:  # argparse: help, version
+        return stop.code if isinstance(stop.code, int) else 1
+    except CommandError as error:
+        return _report(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has gone (`| head`). Python flushes stdout once more at exit, which must not complain either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if os.environ.get("REPLAYSSM_TRACEBACK") == "1":
+            raise
+        return _report(str(error) or type(error).__name__, 1)
+
+
+def _report(message: str, exit_code: int) -> int:
+    """Print ``message`` to stderr as one line and return ``exit_code``."""
+    sys.stderr.write(f"replayssm: error: {' '.join(message.split())}\n")
+    return exit_code

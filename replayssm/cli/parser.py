@@ -1,0 +1,119 @@
+"""The options of every command. Nothing here loads torch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import NoReturn
+
+from replayssm import __version__
+from replayssm.cli.errors import UsageError
+
+GENERATE_EXAMPLES = """\
+examples:
+  replayssm generate                                   the shipped model continues its demo prompt
+  replayssm generate --prompt "Once upon a time"
+  replayssm generate --compare                         speed and memory, with and without speculation
+  replayssm generate ./my-mamba2 --draft ./my-draft-model --prompt-file question.txt
+  git diff | replayssm generate ./my-mamba2 --temperature 0.8 --seed 7 > answer.txt
+"""
+
+DRAFT_HELP = """\
+where draft tokens come from: 'lookup' (what followed the same words earlier in the text), 'none' (no speculation), or
+the path or id of a smaller model with the same tokenizer (default: lookup)"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; argparse would print the whole usage first."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def _number(kind: type[int] | type[float], low: float, high: float = float("inf")) -> Callable[[str], int | float]:
+    """Return an argparse type: a number of ``kind`` in ``low..high``."""
+
+    def parse(text: str) -> int | float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = kind(low - 1)
+        if not low <= value <= high:
+            bound = f"of at least {low}" if high == float("inf") else f"in {low}..{high}"
+            noun = "an integer" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"expected {noun} {bound}, got '{text}'")
+        return value
+
+    return parse
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line; ``options.command`` names the module that runs."""
+    parser = _Parser(
+        prog="replayssm",
+        description="Speculative decoding for state-space models that replays recent inputs.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"replayssm {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    _add_generate(commands)
+    info = commands.add_parser(
+        "info", help="versions, devices and what runs where", description="Versions, devices and what runs where."
+    )
+    info.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _add_generate(commands: argparse._SubParsersAction) -> None:
+    generate = commands.add_parser(
+        "generate",
+        help="continue a prompt, with speculative decoding by replay",
+        description="Continue a prompt. Greedy and exact: drafts change the speed, never the text.",
+        epilog=GENERATE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    generate.add_argument(
+        "model", nargs="?", metavar="MODEL", help="folder or hub id of a Mamba-2 model (default: the shipped tiny one)"
+    )
+    prompt = generate.add_argument_group(
+        "prompt (default: standard input when it is piped)"
+    ).add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="read it from a file, '-' for standard input")
+
+    speculation = generate.add_argument_group("speculation")
+    speculation.add_argument("--draft", default="lookup", metavar="none|lookup|PATH", help=DRAFT_HELP)
+    speculation.add_argument(
+        "--num-draft-tokens",
+        type=_number(int, 1, 15),
+        default=4,
+        metavar="N",
+        help="most drafts a round, 1..15 (default: 4)",
+    )
+    sampling = generate.add_argument_group("text")
+    sampling.add_argument(
+        "--max-new-tokens", type=_number(int, 1), default=256, metavar="N", help="stop after so many (default: 256)"
+    )
+    sampling.add_argument(
+        "--temperature", type=_number(float, 0), default=0.0, metavar="X", help="0 is greedy (default), above 0 samples"
+    )
+    sampling.add_argument("--top-k", type=_number(int, 1), metavar="N", help="sample among the N likeliest tokens")
+    sampling.add_argument("--top-p", type=_number(float, 0, 1), metavar="X", help="sample among the likeliest share X")
+    sampling.add_argument(
+        "--seed", type=_number(int, 0), default=0, metavar="N", help="the same seed gives the same text (default: 0)"
+    )
+    compute = generate.add_argument_group("computation")
+    compute.add_argument("--device", default="cpu", help="torch device (default: cpu, the only one supported so far)")
+    compute.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="dtype of weights and activations; equality to the bit is promised for float32 (default)",
+    )
+    output = generate.add_argument_group("output")
+    output.add_argument(
+        "--compare",
+        action="store_true",
+        help="also run without drafts and with transformers' own generate; print speed, accept rate, memory",
+    )
+    output.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
