@@ -1,0 +1,198 @@
+"""Checks of the arguments of ``checkpointing_ssu``: metadata always, values in the checked mode."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from replayssm.checks import check_device, check_dtype, check_packed, check_range, check_shape, check_tensor
+from replayssm.rounding import SCALED_DTYPES
+
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, *SCALED_DTYPES)
+INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_WINDOW = 64
+
+_SHAPES = {
+    "state": "slots nheads headdim dstate",
+    "x_cache": "slots nheads ring_len headdim",
+    "B_cache": "slots ngroups ring_len dstate",
+    "dt_cache": "slots nheads ring_len",
+    "ring_start": "slots",
+    "prev_num_accepted_tokens": "slots",
+    "x": "batch seq_len nheads headdim",
+    "dt": "batch seq_len nheads headdim",
+    "A": "nheads headdim dstate",
+    "B": "batch seq_len ngroups dstate",
+    "C": "batch seq_len ngroups dstate",
+    "out": "batch seq_len nheads headdim",
+    "D": "nheads headdim",
+    "z": "batch seq_len nheads headdim",
+    "dt_bias": "nheads headdim",
+    "state_scale": "slots nheads headdim",
+}
+_REQUIRED = frozenset(_SHAPES) - {"out", "D", "z", "dt_bias", "state_scale"}
+# The first axis from which a tensor must be packed; strides before it are free.
+_PACKED_FROM = {
+    "state": 1,
+    "x_cache": 1,
+    "B_cache": 1,
+    "dt_cache": 1,
+    "state_scale": 1,
+    "x": 2,
+    "B": 2,
+    "C": 2,
+    "z": 2,
+    "out": 2,
+}
+# Axes along which a tensor must repeat one value (stride 0).
+_BROADCAST = {"dt": (3,), "A": (1, 2), "D": (1,), "dt_bias": (1,)}
+_INPUT_TYPED = ("x_cache", "B_cache", "B", "C", "z", "out")
+
+
+class Sizes(NamedTuple):
+    """What the checks find out.
+
+    Attributes:
+        seq_len: T, new tokens a request has at most.
+        window: most rows that may be replayed.
+    """
+
+    seq_len: int
+    window: int
+
+
+def check_checkpointing_ssu(
+    tensors: dict[str, Tensor | None],
+    state_batch_indices: Tensor | None,
+    rand_seed: Tensor | None,
+    philox_rounds: int,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+    max_window: int | None,
+    dt_limit: tuple[float, float],
+) -> Sizes:
+    """Check everything about a call that metadata tells.
+
+    Args:
+        tensors: the call's tensors by argument name, those of ``_SHAPES``.
+        state_batch_indices: see ``checkpointing_ssu``, as everything below.
+        rand_seed: ...
+        philox_rounds: ...
+        cu_seqlens: ...
+        max_seqlen: ...
+        max_window: ...
+        dt_limit: ...
+
+    Returns:
+        T and the window in force.
+
+    Raises:
+        TypeError: a tensor is missing or no tensor.
+        ValueError: a shape, dtype, device, stride or number does not fit.
+    """
+    sizes: dict[str, int] = {}
+    for name, spec in _SHAPES.items():
+        tensor = tensors[name]
+        if tensor is None and name not in _REQUIRED:
+            continue
+        check_tensor(name, tensor)
+        assert tensor is not None
+        check_shape(name, tensor, spec, sizes)
+        _check_layout(name, tensor)
+    state, x = tensors["state"], tensors["x"]
+    assert state is not None and x is not None
+    _check_dtypes(tensors, state, x)
+    if sizes["nheads"] % max(sizes["ngroups"], 1):
+        raise ValueError(
+            f"B: expected ngroups to divide nheads={sizes['nheads']}, got ngroups={sizes['ngroups']} from B's axis 2"
+        )
+    others = {"state_batch_indices": state_batch_indices, "rand_seed": rand_seed, "cu_seqlens": cu_seqlens}
+    for name, tensor in {**tensors, **others}.items():
+        if tensor is not None:
+            check_tensor(name, tensor)
+            check_device(name, tensor, state.device)
+    batch = sizes["batch"]
+    seq_len = sizes["seq_len"]
+    if cu_seqlens is None:
+        if max_seqlen is not None and max_seqlen != seq_len:
+            raise ValueError(f"max_seqlen: expected None or x's seq_len={seq_len} without cu_seqlens, got {max_seqlen}")
+    else:
+        batch, seq_len = _check_varlen(cu_seqlens, max_seqlen, batch)
+    _check_indices(state_batch_indices, batch, sizes["slots"])
+    window = _check_window(max_window, seq_len, sizes["ring_len"])
+    if rand_seed is not None:
+        check_dtype("rand_seed", rand_seed, torch.int64)
+        if rand_seed.numel() != 1:
+            raise ValueError(f"rand_seed: expected one element, got shape {list(rand_seed.shape)}")
+    check_range("philox_rounds", philox_rounds, 0, 32, "0 rounds to nearest")
+    if not 0.0 <= dt_limit[0] <= dt_limit[1]:
+        raise ValueError(f"dt_limit: expected 0 <= lower <= upper, got {dt_limit}")
+    return Sizes(seq_len, window)
+
+
+def _check_layout(name: str, tensor: Tensor) -> None:
+    if name in _PACKED_FROM:
+        check_packed(name, tensor, _PACKED_FROM[name])
+    for axis in _BROADCAST.get(name, ()):
+        if tensor.shape[axis] != 1 and tensor.stride(axis) != 0:
+            raise ValueError(
+                f"{name}: expected axis {axis} of shape {list(tensor.shape)} to be expanded (stride 0), one value per "
+                f"head, got strides {list(tensor.stride())}"
+            )
+
+
+def _check_dtypes(tensors: dict[str, Tensor | None], state: Tensor, x: Tensor) -> None:
+    check_dtype("state", state, *STATE_DTYPES)
+    check_dtype("x", x, *INPUT_DTYPES)
+    expected = dict.fromkeys(_INPUT_TYPED, (x.dtype,))
+    expected |= dict.fromkeys(("dt", "A", "D"), INPUT_DTYPES)
+    D = tensors["D"]
+    expected["dt_bias"] = INPUT_DTYPES if D is None else (D.dtype,)
+    expected |= dict.fromkeys(("dt_cache", "state_scale"), (torch.float32,))
+    expected |= dict.fromkeys(("ring_start", "prev_num_accepted_tokens"), (torch.int32,))
+    for name, dtypes in expected.items():
+        tensor = tensors[name]
+        if tensor is not None:
+            check_dtype(name, tensor, *dtypes)
+    scaled, scale = state.dtype in SCALED_DTYPES, tensors["state_scale"]
+    if scaled != (scale is not None):
+        expectation = "fp32 [slots, nheads, headdim]" if scaled else "None"
+        fact = "None" if scale is None else f"a tensor of shape {list(scale.shape)}"
+        raise ValueError(f"state_scale: expected {expectation} with a state of {state.dtype}, got {fact}")
+
+
+def _check_varlen(cu_seqlens: Tensor, max_seqlen: int | None, batch: int) -> tuple[int, int]:
+    sizes: dict[str, int] = {}
+    check_shape("cu_seqlens", cu_seqlens, "batch+1", sizes)
+    check_dtype("cu_seqlens", cu_seqlens, torch.int32)
+    if batch != 1:
+        raise ValueError(f"x: expected batch=1, all tokens in one row, with cu_seqlens, got batch={batch}")
+    if cu_seqlens.shape[0] < 1:
+        raise ValueError("cu_seqlens: expected batch + 1 >= 1 elements, got 0")
+    if max_seqlen is None:
+        raise ValueError("max_seqlen: expected the most tokens that a request has, with cu_seqlens, got None")
+    return cu_seqlens.shape[0] - 1, max_seqlen
+
+
+def _check_indices(state_batch_indices: Tensor | None, batch: int, slots: int) -> None:
+    if state_batch_indices is not None:
+        check_shape("state_batch_indices", state_batch_indices, "batch", {"batch": batch})
+        check_dtype("state_batch_indices", state_batch_indices, torch.int32, torch.int64)
+    elif batch > slots:
+        raise ValueError(f"state_batch_indices: expected indices for batch={batch} > slots={slots}, got None")
+
+
+def _check_window(max_window: int | None, seq_len: int, ring_len: int) -> int:
+    check_range("seq_len", seq_len, 1, MAX_WINDOW, "x's axis 1, or max_seqlen")
+    window = ring_len - seq_len if max_window is None else max_window
+    name = "ring_len - seq_len" if max_window is None else "max_window"
+    check_range(name, window, 1, MAX_WINDOW)
+    if seq_len > window:
+        raise ValueError(f"x: expected seq_len <= window={window} ({name}), got seq_len={seq_len}")
+    if window + seq_len > ring_len:
+        raise ValueError(
+            f"x_cache: expected ring_len >= window + seq_len = {window} + {seq_len} rows, got ring_len={ring_len}"
+        )
+    return window

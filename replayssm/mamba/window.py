@@ -1,0 +1,108 @@
+"""The window form of one request: everything between a checkpoint and the newest token at once, in fp32.
+
+``maths.md`` §2 and §3 derive it. Each function handles one request, because what a request's bits are must not depend
+on how many others there are: a matrix product over several requests may be blocked differently.
+
+Shapes: H heads, G groups, P head dim, N state dim, k live rows, T new tokens, n = k + T rows of the window.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+def ring_rows(ring: Tensor, start: int, count: int) -> list[Tensor]:
+    """Views of ``count`` rows (axis 1) of a slot's ring from ``start`` on: one view, or two when they wrap."""
+    first = min(count, ring.shape[1] - start)
+    rows = [ring.narrow(1, start, first)]
+    if first < count:
+        rows.append(ring.narrow(1, 0, count - first))
+    return rows
+
+
+def write_rows(ring: Tensor, start: int, rows: Tensor) -> None:
+    """Write ``rows`` (axis 1) into a slot's ring from row ``start`` on, around its end."""
+    ring_len, count = ring.shape[1], rows.shape[1]
+    start %= ring_len
+    first = min(count, ring_len - start)
+    if first == count:
+        ring.narrow(1, start, count).copy_(rows)
+        return
+    ring.narrow(1, start, first).copy_(rows.narrow(1, 0, first))
+    ring.narrow(1, 0, count - first).copy_(rows.narrow(1, first, count - first))
+
+
+def join(rows: list[Tensor]) -> Tensor:
+    """The rows as one new contiguous fp32 tensor."""
+    joined = torch.cat(rows, 1) if len(rows) > 1 else rows[0].contiguous()
+    return joined.float()
+
+
+def fold(state: Tensor, x: Tensor, B: Tensor, dt: Tensor, A: Tensor) -> Tensor:
+    """Advance a state by k rows, in place: ``S = exp(G_k) S + sum_i exp(G_k - G_i) dt_i x_i B_i^T``.
+
+    Args:
+        state: fp32 ``[H, P, N]``, packed, written in place.
+        x: fp32 ``[H, k, P]``.
+        B: fp32 ``[G, k, N]``.
+        dt: processed dt, fp32 ``[H, k]``.
+        A: fp32 ``[H, 1]``.
+
+    Returns:
+        ``state``.
+    """
+    H, P, N = state.shape
+    G = B.shape[0]
+    # fp64 sums: exponents of hundreds would cost the decays their last three digits in fp32.
+    sums = dt.cumsum(1, dtype=torch.float64) * A
+    total = sums[:, -1:]
+    weights = (total - sums).exp_().float().mul_(dt)
+    x = (x * weights.unsqueeze(2)).transpose(1, 2).reshape(G, H // G * P, -1)
+    state.mul_(total.exp().float().unsqueeze(2))
+    state.view(G, H // G * P, N).baddbmm_(x, B)
+    return state
+
+
+@cache
+def _future(T: int, k: int) -> Tensor:
+    """Mask ``[T, k + T]``: row j comes after new token t."""
+    return torch.ones(T, k + T, dtype=torch.bool).triu_(k + 1)
+
+
+def score(state: Tensor, scale: Tensor | None, x: Tensor, B: Tensor, C: Tensor, dt: Tensor, A: Tensor) -> Tensor:
+    """Outputs of the T newest of n rows, without the skip: ``y_t = exp(G_t) S C_t + sum_{j<=t} w_tj (B_j C_t) x_j``.
+
+    Here ``w_tj = exp(G_t - G_j) dt_j``.
+
+    Args:
+        state: the checkpoint before the n rows, fp32 ``[H, P, N]``, packed; with ``scale`` its codes as fp32.
+        scale: fp32 ``[H, P]`` or None, applied after the product with C.
+        x: fp32 ``[H, n, P]``.
+        B: fp32 ``[G, n, N]``.
+        C: fp32 ``[G, T, N]``.
+        dt: processed dt, fp32 ``[H, n]``.
+        A: fp32 ``[H, 1]``.
+
+    Returns:
+        fp32 ``[H, T, P]``, new.
+    """
+    H, P, N = state.shape
+    G, T, _ = C.shape
+    n = dt.shape[1]
+    sums = dt.cumsum(1, dtype=torch.float64).mul_(A)
+    newest = sums.narrow(1, n - T, T)
+    weights = (newest.unsqueeze(2) - sums.unsqueeze(1)).float()
+    if T > 1:
+        weights.masked_fill_(_future(T, n - T), -torch.inf)
+    weights.exp_().mul_(dt.unsqueeze(1))
+    weights.view(G, H // G, T, n).mul_(torch.bmm(C, B.transpose(1, 2)).unsqueeze(1))
+    y = torch.bmm(weights, x)
+    # [G, T, H/G * P] in this order is one product that reads the state once.
+    from_state = torch.bmm(C, state.view(G, H // G * P, N).transpose(1, 2))
+    from_state = from_state.view(G, T, H // G, P).transpose(1, 2).reshape(H, T, P)
+    if scale is not None:
+        from_state = from_state * scale.unsqueeze(1)
+    return y.addcmul_(from_state, newest.exp().float().unsqueeze(2))
