@@ -76,9 +76,11 @@ def _devices() -> list[dict[str, str | bool]]:
 
 def _generation() -> dict[str, Any]:
     """Return which model families ``generate`` takes, or why it cannot run here."""
-    if find_spec("transformers") is None:
+    if _version("transformers") is None:
         return {"available": False, "reason": "transformers is not installed: pip install 'replayssm[hf]'"}
-    return {"available": True, "families": ["mamba2"]}
+    from replayssm.hf.mixers import FAMILIES
+
+    return {"available": True, "families": sorted(FAMILIES)}
 
 
 def _print(report: dict[str, Any], console: Console) -> None:

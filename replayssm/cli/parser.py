@@ -85,10 +85,10 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
     speculation.add_argument("--draft", default="lookup", metavar="none|lookup|PATH", help=DRAFT_HELP)
     speculation.add_argument(
         "--num-draft-tokens",
-        type=_number(int, 1, 15),
+        type=_number(int, 1, 63),
         default=4,
         metavar="N",
-        help="most drafts a round, 1..15 (default: 4)",
+        help="most longest draft, 1..63 (default: 4)",
     )
     sampling = generate.add_argument_group("text")
     sampling.add_argument(
@@ -108,7 +108,7 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         default="float32",
-        help="dtype of weights and activations; equality to the bit is promised for float32 (default)",
+        help="dtype that the weights are rounded to; computation is in float32 (default: float32)",
     )
     output = generate.add_argument_group("output")
     output.add_argument(

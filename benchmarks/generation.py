@@ -1,0 +1,122 @@
+"""Tokens per second of the shipped model on one pinned CPU thread: transformers' own generate, and ours both ways.
+
+``python benchmarks/generation.py`` runs the demo prompt and the 20 held-out prompts, greedily. Every way must give the
+same ids before anything is timed; timed runs are interleaved and the median counts. It prints a table, compares the
+medians with the targets, and writes benchmarks/results/cpu/generation.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from results import pin_to_one_core, write_csv
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import replayssm.hf
+import replayssm.models
+
+OVER_TRANSFORMERS, OVER_PLAIN = 4.0, 1.5  # the targets for look-up drafts
+WAYS = ("transformers", "replay", "replay + look-up")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--num-draft-tokens", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=20, help="held-out prompts beside the demo prompt")
+    options = parser.parse_args()
+    pin_to_one_core()
+    torch.set_grad_enabled(False)
+
+    folder = replayssm.models.path()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    # Two copies, so that ours is attached and transformers' untouched while the runs interleave.
+    theirs, ours = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for _ in range(2))
+    replayssm.hf.attach(ours)
+    prompts = [replayssm.models.demo_prompt(), *replayssm.models.heldout_prompts()[: options.prompts]]
+    rows = []
+    for number, prompt in enumerate(prompts):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        name = f"held-out {number}" if number else "demo"
+        rows.append(measure(name, ids, ways(theirs, ours, ids, options), options.repeats))
+        sys.stderr.write(f"\r{number + 1} of {len(prompts)} prompts")
+    sys.stderr.write("\n")
+    path = write_csv("generation.csv", rows)
+    report(rows, Console(width=120))
+    print(f"written to {path.relative_to(path.parents[3])}")
+    return 0
+
+
+def ways(theirs, ours, ids: torch.Tensor, options: argparse.Namespace) -> dict[str, Callable]:
+    """Return the three ways to continue ``ids``, each giving ids and our statistics (None for transformers)."""
+    count = options.new_tokens
+
+    def replay(draft: str | None):
+        return replayssm.hf.generate(
+            ours, ids, draft=draft, num_draft_tokens=options.num_draft_tokens, max_new_tokens=count, return_stats=True
+        )
+
+    def transformers():
+        mask = torch.ones_like(ids)
+        return theirs.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False), None
+
+    return dict(zip(WAYS, (transformers, lambda: replay(None), lambda: replay("lookup")), strict=True))
+
+
+def measure(name: str, ids: torch.Tensor, calls: dict[str, Callable], repeats: int) -> dict[str, object]:
+    """Check that all ways agree, then time them in turn; return one row of the table."""
+    results = {way: call() for way, call in calls.items()}
+    expected, _ = results[WAYS[1]]
+    for way, (sequences, _) in results.items():
+        if not torch.equal(sequences, expected):
+            raise SystemExit(f"{name}: {way} gives other ids than {WAYS[1]}; nothing was timed")
+    seconds: dict[str, list[float]] = {way: [] for way in calls}
+    for _ in range(repeats):
+        for way, call in calls.items():
+            started = time.perf_counter()
+            call()
+            seconds[way].append(time.perf_counter() - started)
+    new = expected.shape[1] - ids.shape[1]
+    speed = {way: new / statistics.median(times) for way, times in seconds.items()}
+    stats = results[WAYS[2]][1]
+    return {
+        "prompt": name,
+        "prompt tokens": ids.shape[1],
+        "new tokens": new,
+        **speed,
+        "x transformers": speed[WAYS[2]] / speed[WAYS[0]],
+        "x replay": speed[WAYS[2]] / speed[WAYS[1]],
+        "accept rate": stats.accept_rate,
+        "tokens a round": (new - 1) / max(stats.rounds, 1),
+    }
+
+
+def report(rows: list[dict[str, object]], console: Console) -> None:
+    """Print every row, the medians, and how they stand against the targets."""
+    numbers = [key for key, value in rows[0].items() if isinstance(value, float)]
+    heldout = rows[1:]
+    table = Table(*rows[0], box=box.SIMPLE_HEAD, title="tokens/s on one CPU thread, greedy, float32")
+    for row in rows:
+        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
+    if heldout:
+        middle = {key: statistics.median(row[key] for row in heldout) for key in numbers}
+        table.add_section()
+        table.add_row("median held-out", *(f"{middle[key]:.2f}" if key in middle else "" for key in list(rows[0])[1:]))
+    console.print(table)
+    for name, row in [("demo prompt", rows[0])] + ([("held-out, median", middle)] if heldout else []):
+        for key, target in (("x transformers", OVER_TRANSFORMERS), ("x replay", OVER_PLAIN)):
+            verdict = "reached" if row[key] >= target else "missed"
+            console.print(f"{name}: {row[key]:.2f} {key}, target {target}: {verdict}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""``replayssm generate --compare``: the same text three ways, with speed, state traffic and memory of each."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from replayssm.cache import Mamba2Layer, plan
+from replayssm.cli.generate import Result, show, speculate, summary
+from replayssm.cli.load import Loaded
+
+REPEATS = 3  # timed runs of each way, interleaved; the median counts
+PATIENCE = 20.0  # seconds for one run of all ways, above which the first runs count
+
+
+@dataclass
+class Way:
+    """One way to generate: its name, how to run it, and what came of it."""
+
+    name: str
+    generate: Callable[[], Result]
+    results: list[Result] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Median over the timed runs."""
+        return statistics.median(result.tokens_per_second for result in self.results)
+
+
+def compare(loaded: Loaded, options: argparse.Namespace) -> int:
+    """Show the text with drafts, measure every way, print the table and return the exit code.
+
+    Returns:
+        1 when drafts changed the text, which must not happen; else 0.
+    """
+    console = Console(highlight=False)
+    shown = show(loaded, options)
+    if not console.is_terminal and not options.json:
+        console.print(f"\n{summary(shown)}")
+    ways = [
+        Way("transformers", lambda: _transformers(loaded, options)),
+        Way("replay", lambda: speculate(loaded, options, drafts=False)),
+        Way("replay + drafts", lambda: speculate(loaded, options)),
+    ]
+    if console.is_terminal and not options.json:
+        with console.status("measuring each way …"):
+            _measure(ways)
+    else:
+        _measure(ways)
+    report = _report(loaded, options, ways)
+    if options.json:
+        sys.stdout.write(json.dumps(report, indent=2) + "\n")
+    else:
+        _print(report, console)
+    return 0 if report["equal"] else 1
+
+
+def _measure(ways: list[Way]) -> None:
+    started = time.perf_counter()
+    for way in ways:
+        way.results = [way.generate()]
+    if time.perf_counter() - started > PATIENCE:
+        return
+    timed: list[list[Result]] = [[way.generate() for way in ways] for _ in range(REPEATS)]
+    for way, results in zip(ways, zip(*timed, strict=True), strict=True):
+        way.results = list(results)
+
+
+def _transformers(loaded: Loaded, options: argparse.Namespace) -> Result:
+    """Run transformers' own generate on the model as it was loaded."""
+    from replayssm.hf import detach
+    from replayssm.hf.attachment import attachment_of
+
+    if attachment_of(loaded.model) is not None:
+        detach(loaded.model)
+    sampling = {"temperature": options.temperature, "top_k": options.top_k or 0, "top_p": options.top_p or 1.0}
+    torch.manual_seed(options.seed)
+    started = time.perf_counter()
+    sequences = loaded.model.generate(
+        loaded.input_ids,
+        attention_mask=torch.ones_like(loaded.input_ids),
+        max_new_tokens=options.max_new_tokens,
+        do_sample=options.temperature > 0,
+        **(sampling if options.temperature > 0 else {}),
+    )
+    return Result(sequences[0, loaded.input_ids.shape[1] :], time.perf_counter() - started, None)
+
+
+def _report(loaded: Loaded, options: argparse.Namespace, ways: list[Way]) -> dict[str, Any]:
+    layers = _layers(loaded)
+    theirs, plain, drafted = ways
+    state = plan.slot_bytes(layers).state
+    tokens = options.num_draft_tokens + 1
+    return {
+        "model": loaded.name,
+        "draft": options.draft,
+        "num_draft_tokens": options.num_draft_tokens,
+        "prompt_tokens": loaded.input_ids.shape[1],
+        "threads": torch.get_num_threads(),
+        "equal": bool(torch.equal(plain.results[0].ids, drafted.results[0].ids)),
+        # Sampling draws other random numbers there, and lower precision rounds elsewhere.
+        "equal_to_transformers": bool(torch.equal(theirs.results[0].ids, drafted.results[0].ids)),
+        "greedy": options.temperature == 0,
+        "ways": [_way(way, ways[0], state) for way in ways],
+        "memory": {
+            "state": state,
+            "replay": drafted.results[0].stats.slot_bytes,
+            "snapshots": state + plan.snapshot_bytes(layers, num_tokens=tokens),
+        },
+    }
+
+
+def _layers(loaded: Loaded) -> list[Mamba2Layer]:
+    from replayssm.hf import attach
+    from replayssm.hf.attachment import attachment_of
+
+    attachment = attachment_of(attach(loaded.model))
+    assert attachment is not None
+    return [attachment.family.layer_shape(mixer) for mixer in attachment.mixers]
+
+
+def _way(way: Way, base: Way, state: int) -> dict[str, Any]:
+    result = way.results[0]
+    row: dict[str, Any] = {
+        "name": way.name,
+        "new_tokens": result.ids.numel(),
+        "tokens_per_second": way.tokens_per_second,
+        "speedup": way.tokens_per_second / base.tokens_per_second,
+        "accept_rate": None,
+        "tokens_per_round": 1.0,
+        # Ordinary decoding reads and writes every state for every token.
+        "state_bytes_read_per_token": float(state),
+        "state_bytes_written_per_token": float(state),
+    }
+    if result.stats is not None:
+        row["state_bytes_read_per_token"] = result.stats.state_bytes_read_per_token
+        row["state_bytes_written_per_token"] = result.stats.state_bytes_written_per_token
+        row["tokens_per_round"] = (result.stats.new_tokens - 1) / max(result.stats.rounds, 1)
+        row["accept_rate"] = result.stats.accept_rate if result.stats.drafted else None
+    return row
+
+
+def _print(report: dict[str, Any], console: Console) -> None:
+    columns = ("", "tokens/s", "speed", "accept rate", "tokens a round", "state read", "written, per token")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    for way in report["ways"]:
+        table.add_row(
+            way["name"],
+            f"{way['tokens_per_second']:.0f}",
+            f"{way['speedup']:.2f}x",
+            "–" if way["accept_rate"] is None else f"{way['accept_rate']:.0%}",
+            f"{way['tokens_per_round']:.2f}",
+            _size(way["state_bytes_read_per_token"]),
+            _size(way["state_bytes_written_per_token"]),
+        )
+    console.print(table)
+    memory, tokens = report["memory"], report["num_draft_tokens"] + 1
+    console.print(
+        f"memory of one sequence: bare state {_size(memory['state'])}, "
+        f"with the ring {_size(memory['replay'])} ({memory['replay'] / memory['state']:.2f}x), "
+        f"with snapshots of {tokens} tokens {_size(memory['snapshots'])} ({memory['snapshots'] / memory['state']:.2f}x)"
+    )
+    console.print(_verdict(report))
+
+
+def _verdict(report: dict[str, Any]) -> str:
+    count = report["ways"][-1]["new_tokens"]
+    if not report["equal"]:
+        return f"NOT EQUAL: with and without drafts the {count} tokens differ; please report this"
+    line = f"token for token equal: yes, all {count} tokens with and without drafts"
+    if report["greedy"]:
+        line += (
+            ", and transformers' own" if report["equal_to_transformers"] else "; transformers' own differ (rounding)"
+        )
+    return line
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1024
+    raise AssertionError

@@ -1,0 +1,125 @@
+"""``replayssm generate``: continue a prompt with speculative decoding by replay."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from replayssm.cli.errors import UsageError
+from replayssm.cli.load import Loaded, load
+
+
+@dataclass(frozen=True)
+class Result:
+    """One finished generation.
+
+    Attributes:
+        ids: new token ids, int64 ``[tokens]``, without the prompt.
+        seconds: wall time of the whole call, prompt included.
+        stats: what ``replayssm.hf.generate`` counted; None for transformers' own generate.
+    """
+
+    ids: Tensor
+    seconds: float
+    stats: Any
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens by the wall time of the whole call."""
+        return self.ids.numel() / self.seconds
+
+
+def run(options: argparse.Namespace) -> int:
+    """Generate, print and return the exit code."""
+    _check(options)
+    loaded = load(options)
+    if options.compare:
+        from replayssm.cli.compare import compare
+
+        return compare(loaded, options)
+    result = show(loaded, options)
+    if options.json:
+        sys.stdout.write(json.dumps(report(loaded, options, result), indent=2) + "\n")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.temperature == 0 and (options.top_k is not None or options.top_p is not None):
+        raise UsageError("--top-k and --top-p choose what is sampled: they need --temperature above 0")
+    if options.compare and options.draft == "none":
+        raise UsageError("--compare needs drafts to compare with: leave out --draft none")
+
+
+def show(loaded: Loaded, options: argparse.Namespace) -> Result:
+    """Generate once; stream the text to a terminal or a pipe unless JSON was asked for."""
+    from rich.console import Console
+
+    from replayssm.cli.stream import LiveStream, PlainStream
+
+    if options.json:
+        return speculate(loaded, options)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        return speculate(loaded, options, streamer=PlainStream(loaded.decode))
+    with LiveStream(loaded.decode, console, loaded.decode(loaded.input_ids[0].tolist())) as streamer:
+        result = speculate(loaded, options, streamer=streamer)
+    console.print(f"\n{summary(result)}", style="cyan")
+    return result
+
+
+def speculate(loaded: Loaded, options: argparse.Namespace, *, drafts: bool = True, streamer: Any = None) -> Result:
+    """Run ``replayssm.hf.generate`` as the options say, without drafts when ``drafts`` is False."""
+    from replayssm.hf import attach, generate
+
+    attach(loaded.model)  # outside the timing, and once
+    lookup = drafts and options.draft == "lookup"
+    started = time.perf_counter()
+    sequences, stats = generate(
+        loaded.model,
+        loaded.input_ids,
+        draft="lookup" if lookup else None,
+        draft_model=loaded.draft_model if drafts else None,
+        num_draft_tokens=options.num_draft_tokens,
+        max_new_tokens=options.max_new_tokens,
+        do_sample=options.temperature > 0,
+        temperature=options.temperature or 1.0,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        streamer=streamer,
+        return_stats=True,
+    )
+    return Result(sequences[0, loaded.input_ids.shape[1] :], time.perf_counter() - started, stats)
+
+
+def summary(result: Result) -> str:
+    """Return one line about speed and drafts."""
+    line = f"{result.ids.numel()} tokens in {result.seconds:.2f} s · {result.tokens_per_second:.0f} tokens/s"
+    if result.stats.drafted:
+        line += f" · {result.stats.accept_rate:.0%} of {result.stats.drafted} drafts accepted"
+    return line
+
+
+def report(loaded: Loaded, options: argparse.Namespace, result: Result) -> dict[str, Any]:
+    """Return what ``--json`` prints of one generation."""
+    return {
+        "model": loaded.name,
+        "draft": options.draft,
+        "num_draft_tokens": options.num_draft_tokens,
+        "prompt_tokens": loaded.input_ids.shape[1],
+        "text": loaded.decode(result.ids.tolist()),
+        "token_ids": result.ids.tolist(),
+        "new_tokens": result.ids.numel(),
+        "seconds": result.seconds,
+        "tokens_per_second": result.tokens_per_second,
+        "rounds": result.stats.rounds,
+        "drafted": result.stats.drafted,
+        "accepted": result.stats.accepted,
+        "accept_rate": result.stats.accept_rate,
+    }

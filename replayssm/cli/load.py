@@ -1,0 +1,114 @@
+"""What a command runs on: the prompt, the model, its tokenizer and the draft model."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import stat
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from replayssm import models
+from replayssm.cli.errors import CommandError, UsageError
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready to generate.
+
+    Attributes:
+        name: what the user called it.
+        model: the transformers model, in the dtype and on the device asked for.
+        tokenizer: its tokenizer.
+        draft_model: a smaller model that drafts, or None.
+        input_ids: the prompt, int64 ``[1, tokens]``.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any
+    draft_model: Any
+    input_ids: Tensor
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ``ids``, without special tokens."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def load(options: argparse.Namespace) -> Loaded:
+    """Read the prompt, then load what ``options`` names; the cheap checks come first.
+
+    Raises:
+        UsageError: no prompt, or a device that does not exist.
+        CommandError: transformers is missing, or a model cannot be loaded.
+    """
+    device = _device(options.device)
+    prompt = read_prompt(options)
+    try:
+        import transformers
+    except ImportError:
+        raise CommandError("generate needs transformers: pip install 'replayssm[hf]'") from None
+    # Its progress bars and advice would land in the middle of the text.
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+    name = options.model or str(models.path())
+    dtype = getattr(torch, options.dtype)
+    tokenizer = _pretrained(transformers.AutoTokenizer, name, "tokenizer")
+    model = _pretrained(transformers.AutoModelForCausalLM, name, "model", dtype=dtype)
+    draft = None
+    if options.draft not in ("none", "lookup"):
+        draft = _pretrained(transformers.AutoModelForCausalLM, options.draft, "draft model", dtype=dtype)
+        draft = draft.to(device).eval()
+    input_ids = tokenizer(prompt, return_tensors="pt").input_ids
+    if input_ids.shape[1] == 0:
+        raise UsageError("the prompt has no tokens")
+    return Loaded(options.model or models.path().name, model.to(device).eval(), tokenizer, draft, input_ids.to(device))
+
+
+def read_prompt(options: argparse.Namespace) -> str:
+    """Return the text to continue: given, from a file, from standard input, or the shipped model's demo prompt."""
+    if options.prompt is not None:
+        prompt = options.prompt
+    elif options.prompt_file not in (None, "-"):
+        try:
+            prompt = Path(options.prompt_file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CommandError(f"cannot read the prompt file {options.prompt_file}: {error}") from None
+    elif options.prompt_file == "-" or _is_piped(sys.stdin):
+        prompt = sys.stdin.read()
+    elif options.model is None:
+        prompt = models.demo_prompt()
+    else:
+        raise UsageError("no prompt: give --prompt TEXT, --prompt-file FILE or pipe it in")
+    if not prompt:
+        raise UsageError("the prompt is empty")
+    return str(prompt)
+
+
+def _is_piped(stream: Any) -> bool:
+    """Whether somebody sends text: a pipe, a file or a socket, but neither a terminal nor /dev/null."""
+    try:
+        return not stat.S_ISCHR(os.fstat(stream.fileno()).st_mode)
+    except (AttributeError, OSError, ValueError):
+        return False
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"--device: '{name}' is no torch device; use 'cpu'") from None
+
+
+def _pretrained(loader: Any, name: str, what: str, **options: Any) -> Any:
+    try:
+        return loader.from_pretrained(name, **options)
+    except (OSError, ValueError, KeyError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CommandError(f"cannot load the {what} from '{name}': {first}") from None

@@ -1,0 +1,280 @@
+"""The command line: what it prints where, its exit codes, and errors of one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from replayssm.cli import main
+
+transformers = pytest.importorskip("transformers")
+ROOT = Path(__file__).parent.parent
+COMMAND = [sys.executable, "-m", "replayssm"]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TERM": "xterm", "COLUMNS": "80"}
+PROMPT = "to be, or not to be, or to be"
+
+
+def _save_model(folder: Path, seed: int) -> str:
+    """A random Mamba-2 model of odd sizes with a tokenizer of single bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    config = transformers.Mamba2Config(
+        num_heads=6, head_dim=8, hidden_size=24, state_size=5, n_groups=2, num_hidden_layers=2, vocab_size=256,
+        conv_kernel=3, expand=2, chunk_size=16, tie_word_embeddings=True,
+        eos_token_id=None, pad_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    transformers.Mamba2ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return _save_model(tmp_path_factory.mktemp("model"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def draft_model(tmp_path_factory):
+    return _save_model(tmp_path_factory.mktemp("draft"), seed=2)
+
+
+def _subprocess(*arguments, **options):
+    return subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, cwd=ROOT, env=ENVIRONMENT, timeout=120, check=False, **options
+    )
+
+
+def _fails(capsys, arguments, exit_code, *fragments):
+    assert main(arguments) == exit_code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("replayssm: error: ") and err.count("\n") == 1, err
+    for fragment in fragments:
+        assert fragment in err
+
+
+def _json(capsys, *arguments):
+    assert main([*arguments, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return json.loads(out)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["info", "--help"]])
+def test_help(capsys, arguments):
+    assert main(arguments) == 0
+    assert "usage: replayssm" in capsys.readouterr().out
+
+
+def test_help_of_generate_shows_examples(capsys):
+    main(["generate", "--help"])
+    assert "replayssm generate --compare" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        ([], "COMMAND"),
+        (["genrate"], "invalid choice: 'genrate'"),
+        (["generate", "--promt", "a"], "--promt"),
+        (["generate", "--num-draft-tokens", "0"], "expected an integer in 1..63, got '0'"),
+        (["generate", "--num-draft-tokens", "many"], "got 'many'"),
+        (["generate", "--max-new-tokens", "0"], "expected an integer of at least 1"),
+        (["generate", "--temperature", "-1"], "expected a number of at least 0"),
+        (["generate", "--temperature", "nan"], "got 'nan'"),
+        (["generate", "--top-p", "1.5"], "in 0..1"),
+        (["generate", "--prompt", "a", "--top-k", "5"], "need --temperature above 0"),
+        (["generate", "--prompt", "a", "--prompt-file", "b"], "not allowed with"),
+        (["generate", "--prompt", ""], "the prompt is empty"),
+        (["generate", "--prompt", "a", "--dtype", "int8"], "invalid choice: 'int8'"),
+        (["generate", "--prompt", "a", "--device", "abacus"], "'abacus' is no torch device"),
+        (["generate", "--compare", "--draft", "none"], "--compare needs drafts"),
+    ],
+)
+def test_wrong_use_is_one_line_and_exit_code_2(capsys, arguments, fragment):
+    _fails(capsys, arguments, 2, fragment)
+
+
+def test_failures_are_one_line_and_exit_code_1(capsys, tmp_path, model):
+    _fails(capsys, ["generate", "--prompt-file", str(tmp_path / "none.txt")], 1, "none.txt")
+    _fails(capsys, ["generate", str(tmp_path), "--prompt", "a"], 1, f"cannot load the tokenizer from '{tmp_path}'")
+    _fails(capsys, ["generate", model, "--prompt", "a", "--draft", str(tmp_path)], 1, "cannot load the draft model")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    _fails(capsys, ["generate", model, "--prompt-file", str(tmp_path / "latin.txt")], 1, "latin.txt")
+
+
+def test_a_device_without_ops_is_refused(capsys, model):
+    _fails(capsys, ["generate", model, "--prompt", "abc", "--device", "meta"], 1, "meta")
+
+
+def test_an_unsupported_family_is_refused(capsys, tmp_path, model):
+    transformers.AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path)
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, vocab_size=256
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    _fails(capsys, ["generate", str(tmp_path), "--prompt", "abc"], 1, "mamba2")
+
+
+def test_a_traceback_can_be_asked_for(monkeypatch, model):
+    monkeypatch.setenv("REPLAYSSM_TRACEBACK", "1")
+    with pytest.raises(NotImplementedError):
+        main(["generate", model, "--prompt", "abc", "--device", "meta"])
+
+
+def test_info(capsys):
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    for word in ("torch", torch.__version__, "checkpointing_ssu", "causal_conv1d_replay", "mamba2"):
+        assert word in out
+    report = _json(capsys, "info")
+    assert report["versions"]["transformers"] == transformers.__version__
+    assert report["devices"][0] == report["devices"][0] | {"device": "cpu", "supported": True}
+
+
+def test_json_and_drafts_change_nothing(capsys, model, draft_model):
+    common = ["generate", model, "--prompt", PROMPT, "--max-new-tokens", "21"]
+    plain = _json(capsys, *common, "--draft", "none")
+    assert plain["new_tokens"] == len(plain["token_ids"]) == 21
+    assert plain["prompt_tokens"] == len(PROMPT)
+    assert plain["drafted"] == 0
+    lookup = _json(capsys, *common, "--num-draft-tokens", "3")
+    drafted = _json(capsys, *common, "--draft", draft_model)
+    own = _json(capsys, *common, "--draft", model)
+    assert plain["token_ids"] == lookup["token_ids"] == drafted["token_ids"] == own["token_ids"]
+    assert own["accept_rate"] == 1.0 and own["rounds"] < 10
+    assert drafted["accept_rate"] < 1.0
+
+
+def test_sampling_depends_on_the_seed_alone(capsys, model):
+    common = ["generate", model, "--prompt", PROMPT, "--max-new-tokens", "19", "--temperature", "0.9", "--top-k", "50"]
+    first = _json(capsys, *common, "--seed", "3")
+    assert first["token_ids"] == _json(capsys, *common, "--seed", "3", "--draft", "none")["token_ids"]
+    assert first["token_ids"] != _json(capsys, *common, "--seed", "4")["token_ids"]
+
+
+def test_only_the_text_when_piped(capsys, model):
+    arguments = ["generate", model, "--max-new-tokens", "17"]
+    expected = _json(capsys, *arguments, "--prompt", PROMPT)["text"] + "\n"
+    done = _subprocess(*arguments, input=PROMPT.encode())
+    assert done.returncode == 0 and done.stderr == b""
+    assert done.stdout.decode() == expected
+
+
+def test_prompt_from_a_file(capsys, tmp_path, model):
+    path = tmp_path / "prompt.txt"
+    path.write_text(PROMPT)
+    arguments = ["generate", model, "--max-new-tokens", "5"]
+    assert (
+        _json(capsys, *arguments, "--prompt-file", str(path))["token_ids"]
+        == _json(capsys, *arguments, "--prompt", PROMPT)["token_ids"]
+    )
+
+
+def test_no_prompt_for_a_model_of_the_user(model):
+    for given, code, words in ((b"", 2, b"the prompt is empty"), (None, 2, b"no prompt: give --prompt")):
+        stdin = {"input": given} if given is not None else {"stdin": subprocess.DEVNULL}
+        done = _subprocess("generate", model, **stdin)
+        assert done.returncode == code and words in done.stderr and done.stdout == b""
+
+
+def test_compare(capsys, model):
+    arguments = ["generate", model, "--prompt", PROMPT, "--max-new-tokens", "24", "--compare"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    for words in ("transformers", "tokens/s", "accept rate", "state read", "snapshots", "token for token equal"):
+        assert words in out, out
+    report = _json(capsys, *arguments)
+    assert [way["name"] for way in report["ways"]] == ["transformers", "replay", "replay + drafts"]
+    assert report["equal"] is True
+    assert report["memory"]["replay"] < report["memory"]["snapshots"]
+
+
+def test_the_shipped_model_is_the_default():
+    done = _subprocess("generate", "--max-new-tokens", "12", stdin=subprocess.DEVNULL)
+    assert done.returncode == 0 and done.stderr == b""
+    assert len(done.stdout.decode().split()) > 3
+
+
+def _in_terminal(*arguments):
+    """Run the command in a pseudo-terminal; return the process and the terminal's end to read."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, *arguments], cwd=ROOT, env=ENVIRONMENT, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    return process, ours
+
+
+def _read_all(descriptor):
+    chunks = []
+    while True:
+        try:
+            chunk = os.read(descriptor, 65536)
+        except OSError:  # Linux says so when the other end is closed
+            break
+        if not chunk:
+            break
+        chunks.append(chunk)
+    os.close(descriptor)
+    return b"".join(chunks).decode()
+
+
+def test_text_steps_add_up_to_the_whole():
+    from replayssm.cli.stream import TextSteps
+
+    text = "naïve — 語 \U0001f600 end".encode() + b"\xff\xe2" + b" x" + b"\xe2" * 50 + b"y\xe2\x82"
+    for size in (1, 2, 3, 7):
+        steps = TextSteps(lambda ids: bytes(ids).decode(errors="replace"))
+        pieces = [steps.add(list(text[i : i + size])) for i in range(0, len(text), size)]
+        assert "".join(pieces) + steps.add([], last=True) == text.decode(errors="replace")
+        assert len([piece for piece in pieces if piece]) >= 4  # it does stream
+
+
+def test_a_terminal_shows_a_live_line(model):
+    process, terminal = _in_terminal("generate", model, "--prompt", PROMPT, "--max-new-tokens", "40")
+    screen = _read_all(terminal)
+    assert process.wait(60) == 0
+    assert re.search(r"\d+ tokens · \d+ tokens/s", screen)  # the live line
+    assert "40 tokens in" in screen and "tokens/s" in screen  # the line that stays
+
+
+def test_ctrl_c_is_quiet(model):
+    process, terminal = _in_terminal("generate", model, "--prompt", PROMPT, "--max-new-tokens", "1000000")
+    seen = b""
+    while b"tokens/s" not in seen:
+        seen += os.read(terminal, 65536)
+    process.send_signal(signal.SIGINT)
+    rest = _read_all(terminal)
+    assert process.wait(30) == 130
+    assert "Traceback" not in rest and "rror" not in rest
+
+
+def test_a_reader_that_leaves_is_no_error(model):
+    process = subprocess.Popen(
+        [*COMMAND, "generate", model, "--prompt", PROMPT, "--max-new-tokens", "1000000"],
+        cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert process.stdout.read(3)
+    process.stdout.close()
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert process.returncode == 0
+    assert process.stderr.read() == b""
+    process.stderr.close()
