@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from replayssm.checks import check_device, check_dtype, check_shape, check_values, checked_mode
+from replayssm.checks import check_device, check_dtype, check_range, check_shape, checked_mode
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,16 @@ def commit(
     Args:
         cursors: written in place, for the given slots only.
         slots: int32 or int64 ``[batch]``, distinct; a negative slot is padding and nothing of it is read or written.
-        seq_lens: tokens that the verify scored, one number or integer ``[batch]``; 0 changes nothing.
+        seq_lens: tokens that the verify scored, one number or integer ``[batch]``, at most ``window`` and at most
+            ``ring_len - window``; 0 changes nothing.
         num_accepted: int32 or int64 ``[batch]``, in ``0..seq_len``.
         window: the pool's window.
         ring_len: rows of the replay ring.
         conv_len: rows of the convolution's ring.
 
     Raises:
-        ValueError: wrong shape, dtype or device; in the checked mode also a value out of range.
+        ValueError: wrong shape, dtype or device, or a number out of range; on the CPU and in the checked mode also an
+            element out of range or a slot named twice. Nothing has been written then.
 
     Example:
         >>> import torch
@@ -93,7 +95,10 @@ def commit(
         >>> cursors.num_live.tolist(), cursors.conv_start.tolist()
         ([0, 3], [0, 3])
     """
-    _check(cursors, slots, seq_lens, num_accepted)
+    most = min(window, ring_len - window)
+    _check(cursors, slots, seq_lens, num_accepted, most)
+    if slots.device.type == "cpu" or checked_mode():
+        _check_contents(cursors, slots, seq_lens, num_accepted, most)
     live = slots >= 0
     slots = slots.clamp(min=0).long()
     accepted = num_accepted.to(torch.int32)
@@ -117,7 +122,7 @@ def commit(
         getattr(cursors, field.name).index_add_(0, slots, difference)
 
 
-def _check(cursors: Cursors, slots: Tensor, seq_lens: Tensor | int, num_accepted: Tensor) -> None:
+def _check(cursors: Cursors, slots: Tensor, seq_lens: Tensor | int, num_accepted: Tensor, most: int) -> None:
     sizes: dict[str, int] = {}
     check_shape("slots", slots, "batch", sizes)
     check_shape("num_accepted", num_accepted, "batch", sizes)
@@ -125,13 +130,25 @@ def _check(cursors: Cursors, slots: Tensor, seq_lens: Tensor | int, num_accepted
     if isinstance(seq_lens, Tensor):
         check_shape("seq_lens", seq_lens, "batch", sizes)
         named["seq_lens"] = seq_lens
-    elif seq_lens < 0:
-        raise ValueError(f"seq_lens: expected a number >= 0, got {seq_lens}")
+    else:
+        check_range("seq_lens", seq_lens, 0, most, "the window, and what the ring holds beside it")
     for name, tensor in named.items():
         check_dtype(name, tensor, torch.int32, torch.int64)
         check_device(name, tensor, cursors.num_live.device)
-    if checked_mode():
-        check_values("slots", slots, torch.iinfo(slots.dtype).min, cursors.num_live.shape[0] - 1, "below the slots")
-        live = slots >= 0
-        if bool(((num_accepted < 0) | (num_accepted > seq_lens))[live].any()):
-            raise ValueError(f"num_accepted: expected 0 <= num_accepted <= seq_lens={seq_lens}, got {num_accepted}")
+
+
+def _check_contents(cursors: Cursors, slots: Tensor, seq_lens: Tensor | int, num_accepted: Tensor, most: int) -> None:
+    num_slots, seen = cursors.num_live.shape[0], set()
+    lengths = seq_lens.tolist() if isinstance(seq_lens, Tensor) else [seq_lens] * len(slots)
+    for row, (slot, length, accepted) in enumerate(zip(slots.tolist(), lengths, num_accepted.tolist(), strict=True)):
+        if slot < 0:
+            continue
+        if slot >= num_slots:
+            raise ValueError(f"slots: expected values below slots={num_slots}, got {slot} at [{row}]")
+        if slot in seen:
+            raise ValueError(f"slots: expected distinct slots, got {slot} more than once")
+        if not 0 <= length <= most:
+            raise ValueError(f"seq_lens: expected values in 0..{most}, got {length} at [{row}]")
+        if not 0 <= accepted <= length:
+            raise ValueError(f"num_accepted: expected values in 0..seq_len={length}, got {accepted} at [{row}]")
+        seen.add(slot)
