@@ -1,4 +1,4 @@
-"""Checks of the arguments of ``checkpointing_ssu``: metadata always, values in the checked mode."""
+"""Checks of what metadata tells about the arguments: shapes, dtypes, devices, strides, numbers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from replayssm.rounding import SCALED_DTYPES
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, *SCALED_DTYPES)
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_WINDOW = 64
+MAX_PHILOX_ROUNDS = 32
 
 _SHAPES = {
     "state": "slots nheads headdim dstate",
@@ -77,13 +78,13 @@ def check_checkpointing_ssu(
 
     Args:
         tensors: the call's tensors by argument name, those of ``_SHAPES``.
-        state_batch_indices: see ``checkpointing_ssu``, as everything below.
-        rand_seed: ...
-        philox_rounds: ...
-        cu_seqlens: ...
-        max_seqlen: ...
-        max_window: ...
-        dt_limit: ...
+        state_batch_indices: this and the rest are arguments of ``checkpointing_ssu``.
+        rand_seed: see there.
+        philox_rounds: see there.
+        cu_seqlens: see there.
+        max_seqlen: see there.
+        max_window: see there.
+        dt_limit: see there.
 
     Returns:
         T and the window in force.
@@ -108,7 +109,7 @@ def check_checkpointing_ssu(
         raise ValueError(
             f"B: expected ngroups to divide nheads={sizes['nheads']}, got ngroups={sizes['ngroups']} from B's axis 2"
         )
-    others = {"state_batch_indices": state_batch_indices, "rand_seed": rand_seed, "cu_seqlens": cu_seqlens}
+    others = {"state_batch_indices": state_batch_indices, "cu_seqlens": cu_seqlens}
     for name, tensor in {**tensors, **others}.items():
         if tensor is not None:
             check_tensor(name, tensor)
@@ -122,11 +123,8 @@ def check_checkpointing_ssu(
         batch, seq_len = _check_varlen(cu_seqlens, max_seqlen, batch)
     _check_indices(state_batch_indices, batch, sizes["slots"])
     window = _check_window(max_window, seq_len, sizes["ring_len"])
-    if rand_seed is not None:
-        check_dtype("rand_seed", rand_seed, torch.int64)
-        if rand_seed.numel() != 1:
-            raise ValueError(f"rand_seed: expected one element, got shape {list(rand_seed.shape)}")
-    check_range("philox_rounds", philox_rounds, 0, 32, "0 rounds to nearest")
+    _check_seed(rand_seed, state.device)
+    check_range("philox_rounds", philox_rounds, 0, MAX_PHILOX_ROUNDS, "0 rounds to nearest")
     if not 0.0 <= dt_limit[0] <= dt_limit[1]:
         raise ValueError(f"dt_limit: expected 0 <= lower <= upper, got {dt_limit}")
     return Sizes(seq_len, window)
@@ -146,12 +144,12 @@ def _check_layout(name: str, tensor: Tensor) -> None:
 def _check_dtypes(tensors: dict[str, Tensor | None], state: Tensor, x: Tensor) -> None:
     check_dtype("state", state, *STATE_DTYPES)
     check_dtype("x", x, *INPUT_DTYPES)
-    expected = dict.fromkeys(_INPUT_TYPED, (x.dtype,))
-    expected |= dict.fromkeys(("dt", "A", "D"), INPUT_DTYPES)
+    expected: dict[str, tuple[torch.dtype, ...]] = dict.fromkeys(_INPUT_TYPED, (x.dtype,))
+    expected.update(dict.fromkeys(("dt", "A", "D"), INPUT_DTYPES))
     D = tensors["D"]
     expected["dt_bias"] = INPUT_DTYPES if D is None else (D.dtype,)
-    expected |= dict.fromkeys(("dt_cache", "state_scale"), (torch.float32,))
-    expected |= dict.fromkeys(("ring_start", "prev_num_accepted_tokens"), (torch.int32,))
+    expected.update(dict.fromkeys(("dt_cache", "state_scale"), (torch.float32,)))
+    expected.update(dict.fromkeys(("ring_start", "prev_num_accepted_tokens"), (torch.int32,)))
     for name, dtypes in expected.items():
         tensor = tensors[name]
         if tensor is not None:
@@ -196,3 +194,76 @@ def _check_window(max_window: int | None, seq_len: int, ring_len: int) -> int:
             f"x_cache: expected ring_len >= window + seq_len = {window} + {seq_len} rows, got ring_len={ring_len}"
         )
     return window
+
+
+def check_replayssm_materialize(
+    pointers: dict[str, Tensor],
+    strides: dict[str, Tensor],
+    slots: dict[str, Tensor],
+    requests: dict[str, Tensor],
+    dtypes: dict[str, torch.dtype],
+    numbers: dict[str, int],
+    rand_seed: Tensor | None,
+    dependencies: dict[str, list[Tensor] | None],
+) -> None:
+    """Check everything about a call that metadata tells; the keys are argument names.
+
+    Args:
+        pointers: the tables of addresses.
+        strides: the tables of slot strides.
+        slots: src_slots and dst_slots.
+        requests: ring_start, replay_prefix_len, active_request_indices.
+        dtypes: state_dtype, input_dtype, matrixA_dtype.
+        numbers: the sizes and philox_rounds.
+        rand_seed: see ``replayssm_materialize``.
+        dependencies: dependency_inputs and dependency_outputs.
+
+    Raises:
+        TypeError: a tensor is missing or no tensor.
+        ValueError: a shape, dtype, device or number does not fit.
+    """
+    sizes: dict[str, int] = {}
+    groups = (
+        ({**pointers, **strides}, "layers", torch.int64),
+        (slots, "layers batch", torch.int32),
+        (requests, "batch", torch.int32),
+    )
+    device = None
+    for tensors, spec, dtype in groups:
+        for name, tensor in tensors.items():
+            check_shape(name, tensor, spec, sizes)
+            check_dtype(name, tensor, dtype)
+            device = device or tensor.device
+            check_device(name, tensor, device)
+    check_range("state_ptrs", sizes["layers"], 1, 1 << 31, "its length, the number of layers")
+    for name, allowed in (
+        ("state_dtype", STATE_DTYPES), ("input_dtype", INPUT_DTYPES), ("matrixA_dtype", INPUT_DTYPES),
+    ):  # fmt: skip
+        if dtypes[name] not in allowed:
+            raise ValueError(f"{name}: expected {' or '.join(str(dtype) for dtype in allowed)}, got {dtypes[name]}")
+    for name in ("dim", "dstate", "num_heads", "heads_per_group", "ring_buffer_len"):
+        check_range(name, numbers[name], 1, (1 << 31) - 1)
+    check_range("max_window", numbers["max_window"], 1, MAX_WINDOW)
+    if numbers["num_heads"] % numbers["heads_per_group"]:
+        raise ValueError(
+            f"heads_per_group: expected a divisor of num_heads={numbers['num_heads']}, got {numbers['heads_per_group']}"
+        )
+    check_range("philox_rounds", numbers["philox_rounds"], 0, MAX_PHILOX_ROUNDS, "0 rounds to nearest")
+    if numbers["philox_rounds"] > 0 and rand_seed is None:
+        raise ValueError(f"rand_seed: expected a tensor with philox_rounds={numbers['philox_rounds']}, got None")
+    assert device is not None
+    _check_seed(rand_seed, device)
+    for name, anchors in dependencies.items():
+        for index, tensor in enumerate(anchors or ()):
+            check_tensor(f"{name}[{index}]", tensor)
+            check_device(f"{name}[{index}]", tensor, device)
+
+
+def _check_seed(rand_seed: Tensor | None, device: torch.device) -> None:
+    if rand_seed is None:
+        return
+    check_tensor("rand_seed", rand_seed)
+    check_dtype("rand_seed", rand_seed, torch.int64)
+    check_device("rand_seed", rand_seed, device)
+    if rand_seed.numel() != 1:
+        raise ValueError(f"rand_seed: expected one element, got shape {list(rand_seed.shape)}")

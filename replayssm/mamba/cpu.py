@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from replayssm.mamba.requests import Request, plan
-from replayssm.mamba.window import fold, join, ring_rows, score, write_rows
-from replayssm.rounding import decode, encode, noise_bits
+from replayssm.mamba.requests import Request, plan, plan_copies
+from replayssm.mamba.slots import Layout, PointerTables, Slot
+from replayssm.mamba.window import fold, read_rows, score, write_rows
+from replayssm.rounding import decode, encode, layer_seed, noise_bits
+
+
+class _Parameters(NamedTuple):
+    """What all requests share: per head ``A [H, 1]``, ``D [H, 1, 1]``, ``bias [H]``, fp32, and how dt is processed."""
+
+    A: Tensor
+    D: Tensor | None
+    bias: Tensor | None
+    softplus: bool
+    dt_min: float
+    dt_max: float
+
+
+class _Tokens(NamedTuple):
+    """New tokens of one request, token axis first."""
+
+    x: Tensor
+    dt: Tensor
+    B: Tensor
+    C: Tensor
+    z: Tensor | None
+
+
+class _Noise(NamedTuple):
+    """How a flushed state is rounded stochastically."""
+
+    seed: int
+    rounds: int
 
 
 def checkpointing_ssu(
@@ -40,109 +71,171 @@ def checkpointing_ssu(
     dt_max: float,
 ) -> None:
     """See ``replayssm.mamba.checkpointing_ssu``; ``seq_len`` is T and ``window`` the window in force."""
-    varlen = cu_seqlens is not None
-    batch = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else x.shape[0]
     requests = plan(
-        state_batch_indices,
-        pad_slot_id,
-        ring_start,
-        prev_num_accepted_tokens,
-        cu_seqlens,
-        batch,
-        seq_len,
-        x.shape[1],
-        state.shape[0],
-        x_cache.shape[2],
+        state_batch_indices, pad_slot_id, ring_start, prev_num_accepted_tokens, cu_seqlens, x, state, x_cache, seq_len,
         window,
-    )
-    seed = int(rand_seed.item()) if rand_seed is not None and philox_rounds > 0 else None
-    A = _first(A).float().unsqueeze(1)
-    D = None if D is None else _first(D).float().view(-1, 1, 1)
-    bias = None if dt_bias is None else _first(dt_bias).float()
-    dt = dt.select(3, 0)
+    )  # fmt: skip
+    noise = None
+    if rand_seed is not None and philox_rounds > 0:
+        noise = _Noise(int(rand_seed.item()), philox_rounds)
+    parameters = _Parameters(
+        _per_head(A, 2), None if D is None else _per_head(D, 3), None if dt_bias is None else _per_head(dt_bias, 1),
+        dt_softplus, dt_min, dt_max,
+    )  # fmt: skip
+    new = x, dt.select(3, 0), B, C, z
     for request in requests:
-        slot = request.slot
-        new_x, new_B, new_C = (_tokens(t, request, varlen, seq_len) for t in (x, B, C))
-        new_dt = _processed(_tokens(dt, request, varlen, seq_len), bias, dt_softplus, dt_min, dt_max)
-        rings = x_cache.select(0, slot), B_cache.select(0, slot), dt_cache.select(0, slot)
-        new = new_x.transpose(0, 1), new_B.transpose(0, 1), new_dt.transpose(0, 1)
-        slot_state, slot_scale = state.select(0, slot), None if state_scale is None else state_scale.select(0, slot)
-        live: list[list[Tensor]] = [[], [], []]
-        if request.live:
-            live = [ring_rows(ring, request.start, request.live) for ring in rings]
-        if request.flush:
-            noise = None if seed is None else _noise(state, seed, slot, philox_rounds)
-            codes, scale = _flush(slot_state, slot_scale, live, A, noise)
-            live = [[], [], []]
+        slot = Slot(
+            state.select(0, request.slot), None if state_scale is None else state_scale.select(0, request.slot),
+            x_cache.select(0, request.slot), B_cache.select(0, request.slot), dt_cache.select(0, request.slot),
+        )  # fmt: skip
+        if cu_seqlens is None:
+            tokens = _Tokens._make(None if t is None else t.select(0, request.row) for t in new)
+            out.select(0, request.row).copy_(_step(request, slot, tokens, parameters, noise))
         else:
-            codes, scale = slot_state.float(), slot_scale
-        window_x, window_B, window_dt = (join([*old, rows]) for old, rows in zip(live, new, strict=True))
-        y = score(codes, scale, window_x, window_B, new_C.transpose(0, 1).float(), window_dt, A)
-        if D is not None:
-            y.addcmul_(window_x.narrow(1, window_x.shape[1] - seq_len, seq_len), D)
-        for ring, rows in zip(rings, new, strict=True):
-            write_rows(ring, request.start + request.live, rows.narrow(1, 0, request.length) if varlen else rows)
-        y = y.transpose(0, 1)
-        if z is not None:
-            y = y * functional.silu(_tokens(z, request, varlen, seq_len).float())
-        if varlen:
-            out[0, request.first : request.first + request.length] = y[: request.length]
-        else:
-            out.select(0, request.row).copy_(y)
+            rows = slice(request.first, request.first + request.length)
+            tokens = _Tokens._make(None if t is None else _padded(t[0, rows], seq_len) for t in new)
+            out[0, rows] = _step(request, slot, tokens, parameters, noise)[: request.length]
+
+
+def _step(request: Request, slot: Slot, new: _Tokens, parameters: _Parameters, noise: _Noise | None) -> Tensor:
+    """Write the new rows into the slot's rings, flush when due; return the outputs, fp32 ``[seq_len, H, P]``."""
+    seq_len = new.x.shape[0]
+    new_x = new.x.transpose(0, 1)
+    rows = new_x, new.B.transpose(0, 1), _processed(new.dt, parameters).t()
+    rings: tuple[Tensor, ...] = (slot.x, slot.B, slot.dt)
+    end = request.start + request.live
+    if request.length < seq_len:
+        # A copy takes the filled-up rows and is read below, from the same strides as the ring: the same bits.
+        for ring, row in zip(rings, rows, strict=True):
+            write_rows(ring, end, row.narrow(1, 0, request.length))
+        rings = tuple(ring.clone() for ring in rings)
+    for ring, row in zip(rings, rows, strict=True):
+        write_rows(ring, end, row)
+    if request.flush:
+        old_x, old_B, old_dt = (read_rows(ring, request.start, request.live) for ring in rings)
+        codes, scale = _flush(request.slot, slot, old_x, old_B, old_dt, parameters.A, noise)
+        start, count = end, seq_len
+    else:
+        codes, scale = slot.state.float(), slot.scale
+        start, count = request.start, request.live + seq_len
+    x, B, dt = (read_rows(ring, start, count) for ring in rings)
+    y = score(codes, scale, x, B, new.C.transpose(0, 1).float(), dt, parameters.A)
+    if parameters.D is not None:
+        y.addcmul_(new_x, parameters.D)
+    y = y.transpose(0, 1)
+    return y if new.z is None else y * functional.silu(new.z.float())
 
 
 def _flush(
-    state: Tensor, scale: Tensor | None, live: list[list[Tensor]], A: Tensor, noise: Tensor | None
+    index: int, slot: Slot, x: Tensor, B: Tensor, dt: Tensor, A: Tensor, noise: _Noise | None
 ) -> tuple[Tensor, Tensor | None]:
     """Fold the live rows into a slot's state and scale, in place; return what the output reads of the new state.
 
     That is the state rounded to nearest, also when the stored one is rounded stochastically: an output must not depend
     on the seed.
     """
-    x, B, dt = (join(rows) for rows in live)
-    if state.dtype == torch.float32:
-        return fold(state, x, B, dt, A), None
-    folded = fold(decode(state, scale), x, B, dt, A)
-    codes, new_scale = encode(folded, state.dtype)
-    state.copy_(codes if noise is None else encode(folded, state.dtype, noise)[0])
-    if scale is not None and new_scale is not None:
-        scale.copy_(new_scale)
-    return codes.float(), new_scale
+    if slot.state.dtype == torch.float32:
+        return fold(slot.state, x, B, dt, A), None
+    codes, scale = _store(slot, index, fold(decode(slot.state, slot.scale), x, B, dt, A), noise)
+    return codes.float(), scale
 
 
-def _noise(state: Tensor, seed: int, slot: int, rounds: int) -> Tensor | None:
-    _, nheads, headdim, dstate = state.shape
-    return None if state.dtype == torch.float32 else noise_bits(seed, slot, (nheads, headdim, dstate), rounds)
+def _store(slot: Slot, index: int, values: Tensor, noise: _Noise | None) -> tuple[Tensor, Tensor | None]:
+    """Write fp32 values into the slot's state and scale; return codes and scale of rounding to nearest."""
+    dtype = slot.state.dtype
+    codes, scale = encode(values, dtype)
+    stored = codes
+    if noise is not None and dtype != torch.float32:
+        nheads, headdim, dstate = values.shape
+        stored, _ = encode(values, dtype, noise_bits(noise.seed, index, (nheads, headdim, dstate), noise.rounds))
+    slot.state.copy_(stored)
+    if slot.scale is not None and scale is not None:
+        slot.scale.copy_(scale)
+    return codes, scale
 
 
-def _first(broadcast: Tensor) -> Tensor:
-    """``[nheads]`` of a tensor that repeats one value per head along its other axes."""
-    return broadcast.as_strided((broadcast.shape[0],), (broadcast.stride(0),))
+def _per_head(broadcast: Tensor, rank: int) -> Tensor:
+    """fp32 ``[H, 1, ...]`` of a tensor that repeats one value per head along its other axes."""
+    ones = (1,) * (rank - 1)
+    return broadcast.as_strided((broadcast.shape[0], *ones), (broadcast.stride(0), *ones)).float()
 
 
-def _tokens(tensor: Tensor, request: Request, varlen: bool, seq_len: int) -> Tensor:
-    """The request's ``seq_len`` new tokens, axis 0; with ``cu_seqlens`` filled up with zeros.
-
-    The filling keeps every product's shape, hence its bits, what they are in a padded batch.
-    """
-    if not varlen:
-        return tensor.select(0, request.row)
-    rows = tensor[0, request.first : request.first + request.length]
-    if request.length == seq_len:
+def _padded(rows: Tensor, seq_len: int) -> Tensor:
+    """The rows filled up with zeros to ``seq_len``: products keep the shape, hence the bits, of a padded batch."""
+    if rows.shape[0] == seq_len:
         return rows
     padded = rows.new_zeros(seq_len, *rows.shape[1:])
-    padded[: request.length] = rows
+    padded[: rows.shape[0]] = rows
     return padded
 
 
-def _processed(dt: Tensor, bias: Tensor | None, softplus: bool, dt_min: float, dt_max: float) -> Tensor:
-    """The dt after bias, softplus (the identity above 20) and the limits; ``[seq_len, nheads]``, packed, fp32.
+def _processed(dt: Tensor, parameters: _Parameters) -> Tensor:
+    """The dt after bias, softplus (the identity above 20) and the limits; ``[seq_len, H]``, fp32.
 
-    Packed before softplus, as its bits may differ between packed and strided input.
+    Packed before softplus, whose bits may differ between packed and strided input.
     """
-    dt = dt.float().contiguous() if bias is None else dt + bias
-    if softplus:
+    dt = dt.float() if parameters.bias is None else dt + parameters.bias
+    if parameters.softplus:
         dt = functional.softplus(dt.contiguous())
-    if dt_min > 0.0 or dt_max != torch.inf:
-        dt = dt.clamp(dt_min, dt_max)
+    if parameters.dt_min > 0.0 or parameters.dt_max != torch.inf:
+        dt = dt.clamp(parameters.dt_min, parameters.dt_max)
     return dt
+
+
+def replayssm_materialize(
+    state_ptrs: Tensor,
+    state_slot_strides: Tensor,
+    x_cache_ptrs: Tensor,
+    x_cache_slot_strides: Tensor,
+    B_cache_ptrs: Tensor,
+    B_cache_slot_strides: Tensor,
+    dt_cache_ptrs: Tensor,
+    dt_cache_slot_strides: Tensor,
+    A_ptrs: Tensor,
+    state_scale_ptrs: Tensor,
+    state_scale_slot_strides: Tensor,
+    src_slots: Tensor,
+    dst_slots: Tensor,
+    ring_start: Tensor,
+    replay_prefix_len: Tensor,
+    active_request_indices: Tensor,
+    state_dtype: torch.dtype,
+    input_dtype: torch.dtype,
+    matrixA_dtype: torch.dtype,
+    dim: int,
+    dstate: int,
+    num_heads: int,
+    heads_per_group: int,
+    max_window: int,
+    ring_buffer_len: int,
+    pad_slot_id: int,
+    rand_seed: Tensor | None,
+    philox_rounds: int,
+    dependency_inputs: list[Tensor],
+    dependency_outputs: list[Tensor],
+) -> None:
+    """See ``replayssm.mamba.replayssm_materialize``."""
+    tables = PointerTables(
+        Layout(state_dtype, input_dtype, matrixA_dtype, dim, dstate, num_heads, heads_per_group, ring_buffer_len),
+        {"state": state_ptrs, "x_cache": x_cache_ptrs, "B_cache": B_cache_ptrs, "dt_cache": dt_cache_ptrs,
+         "A": A_ptrs, "state_scale": state_scale_ptrs},
+        {"state": state_slot_strides, "x_cache": x_cache_slot_strides, "B_cache": B_cache_slot_strides,
+         "dt_cache": dt_cache_slot_strides, "state_scale": state_scale_slot_strides},
+    )  # fmt: skip
+    copies = plan_copies(
+        src_slots, dst_slots, ring_start, replay_prefix_len, active_request_indices, pad_slot_id, max_window,
+        ring_buffer_len,
+    )  # fmt: skip
+    tables.check(copies, dependency_inputs, dependency_outputs)
+    seed = int(rand_seed.item()) if rand_seed is not None and philox_rounds > 0 else None
+    for copy in copies:
+        source, target = tables.slot(copy.layer, copy.src), tables.slot(copy.layer, copy.dst)
+        if copy.num_rows == 0:
+            target.state.copy_(source.state)
+            if target.scale is not None and source.scale is not None:
+                target.scale.copy_(source.scale)
+            continue
+        x, B, dt = (read_rows(ring, copy.start, copy.num_rows) for ring in (source.x, source.B, source.dt))
+        values = fold(decode(source.state, source.scale), x, B, dt, tables.A(copy.layer).float().unsqueeze(1))
+        noise = None if seed is None else _Noise(layer_seed(seed, copy.layer), philox_rounds)
+        _store(target, copy.dst, values, noise)

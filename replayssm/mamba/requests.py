@@ -35,11 +35,10 @@ def plan(
     ring_start: Tensor,
     num_live: Tensor,
     cu_seqlens: Tensor | None,
-    batch: int,
+    x: Tensor,
+    state: Tensor,
+    x_cache: Tensor,
     seq_len: int,
-    num_tokens: int,
-    num_slots: int,
-    ring_len: int,
     window: int,
 ) -> list[Request]:
     """Read the metadata of ``checkpointing_ssu`` back to the host and check its values.
@@ -50,11 +49,10 @@ def plan(
         ring_start: int32 ``[slots]``.
         num_live: ``prev_num_accepted_tokens``, int32 ``[slots]``.
         cu_seqlens: int32 ``[batch + 1]`` or None.
-        batch: number of requests, padding included.
+        x: the new tokens, of which the shape is looked at, as of the two tensors below.
+        state: the checkpoints.
+        x_cache: the ring of x.
         seq_len: new tokens of every request; with ``cu_seqlens`` the most that one may have.
-        num_tokens: length of x's token axis.
-        num_slots: slots of the pool.
-        ring_len: rows of the ring.
         window: most rows that may be replayed.
 
     Returns:
@@ -65,8 +63,12 @@ def plan(
     """
     starts, lives = ring_start.tolist(), num_live.tolist()
     bounds = None if cu_seqlens is None else cu_seqlens.tolist()
+    num_slots, ring_len = state.shape[0], x_cache.shape[2]
+    num_tokens = x.shape[1]
+    batch = x.shape[0] if bounds is None else len(bounds) - 1
+    indices = range(batch) if slots is None else slots.tolist()
     requests: list[Request] = []
-    for row, slot in enumerate(range(batch) if slots is None else slots.tolist()):
+    for row, slot in enumerate(indices):
         if slot < 0 or slot == pad_slot_id:
             continue
         if slot >= num_slots:
@@ -98,3 +100,97 @@ def plan(
         twice = next(slot for slot in used if used.count(slot) > 1)
         raise ValueError(f"state_batch_indices: expected distinct slots, got {twice} more than once")
     return requests
+
+
+class Copy(NamedTuple):
+    """One state that ``replayssm_materialize`` writes.
+
+    Attributes:
+        layer: index of the layer.
+        src: slot that is read.
+        dst: slot that is written; may be ``src``.
+        start: ring row of the first token to apply.
+        num_rows: tokens to apply; 0 copies the state as it is.
+    """
+
+    layer: int
+    src: int
+    dst: int
+    start: int
+    num_rows: int
+
+
+def plan_copies(
+    src_slots: Tensor,
+    dst_slots: Tensor,
+    ring_start: Tensor,
+    replay_prefix_len: Tensor,
+    active_request_indices: Tensor,
+    pad_slot_id: int,
+    max_window: int,
+    ring_len: int,
+) -> list[Copy]:
+    """Read the metadata of ``replayssm_materialize`` back to the host and check its values.
+
+    Args:
+        src_slots: int32 ``[layers, batch]``.
+        dst_slots: int32 ``[layers, batch]``.
+        ring_start: int32 ``[batch]``.
+        replay_prefix_len: int32 ``[batch]``.
+        active_request_indices: int32 ``[batch]``; a negative element ends the list.
+        pad_slot_id: a further slot number that means padding; negative ones always do.
+        max_window: most tokens that may be applied.
+        ring_len: rows of the ring.
+
+    Returns:
+        The copies to do, layer by layer.
+
+    Raises:
+        ValueError: a value is out of range, a request is selected twice, or a layer's slot that is written is also
+            written or read for another request.
+    """
+    batch = ring_start.shape[0]
+    starts, counts = ring_start.tolist(), replay_prefix_len.tolist()
+    active: list[int] = []
+    for position, request in enumerate(active_request_indices.tolist()):
+        if request < 0:
+            break
+        where = f"of request {request}, active_request_indices[{position}]"
+        if request >= batch:
+            raise ValueError(f"active_request_indices: expected values below batch={batch}, got {request}")
+        if request in active:
+            raise ValueError(f"active_request_indices: expected distinct requests, got {request} more than once")
+        if not 0 <= starts[request] < ring_len:
+            raise ValueError(
+                f"ring_start: expected 0 <= ring_start < ring_buffer_len={ring_len}, got {starts[request]} {where}"
+            )
+        if not 0 <= counts[request] <= max_window:
+            raise ValueError(
+                f"replay_prefix_len: expected 0 <= replay_prefix_len <= max_window={max_window}, "
+                f"got {counts[request]} {where}"
+            )
+        active.append(request)
+    copies: list[Copy] = []
+    for layer, (sources, targets) in enumerate(zip(src_slots.tolist(), dst_slots.tolist(), strict=True)):
+        pairs = [(sources[request], targets[request], request) for request in active]
+        live = [pair for pair in pairs if min(pair[:2]) >= 0 and pad_slot_id not in pair[:2]]
+        _check_disjoint(layer, live)
+        copies += [Copy(layer, src, dst, starts[request], counts[request]) for src, dst, request in live]
+    return copies
+
+
+def _check_disjoint(layer: int, pairs: list[tuple[int, int, int]]) -> None:
+    writers: dict[int, int] = {}
+    for _, dst, request in pairs:
+        if dst in writers:
+            raise ValueError(
+                f"dst_slots: expected distinct slots in layer {layer}, got {dst} for requests {writers[dst]} and "
+                f"{request}"
+            )
+        writers[dst] = request
+    for src, _, request in pairs:
+        if writers.get(src, request) != request:
+            raise ValueError(
+                f"dst_slots: expected slots that no other request reads in layer {layer}, got {src}, written for "
+                f"request {writers[src]} and read for {request}"
+            )

@@ -1,7 +1,7 @@
 """The window form of one request: everything between a checkpoint and the newest token at once, in fp32.
 
-``maths.md`` §2 and §3 derive it. Each function handles one request, because what a request's bits are must not depend
-on how many others there are: a matrix product over several requests may be blocked differently.
+``docs/maths.md`` §2 and §3 derive it. Each function handles one request, because a request's bits must not depend on
+how many others there are, and a matrix product over several requests may be blocked differently.
 
 Shapes: H heads, G groups, P head dim, N state dim, k live rows, T new tokens, n = k + T rows of the window.
 """
@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 
-def ring_rows(ring: Tensor, start: int, count: int) -> list[Tensor]:
-    """Views of ``count`` rows (axis 1) of a slot's ring from ``start`` on: one view, or two when they wrap."""
-    first = min(count, ring.shape[1] - start)
-    rows = [ring.narrow(1, start, first)]
+def read_rows(ring: Tensor, start: int, count: int) -> Tensor:
+    """The ``count`` rows (axis 1) of a slot's ring from ``start`` on, as fp32: a view where that is possible."""
+    ring_len = ring.shape[1]
+    start %= ring_len
+    first = min(count, ring_len - start)
+    rows = ring.narrow(1, start, first)
     if first < count:
-        rows.append(ring.narrow(1, 0, count - first))
-    return rows
+        rows = torch.cat((rows, ring.narrow(1, 0, count - first)), 1)
+    return rows.float()
 
 
 def write_rows(ring: Tensor, start: int, rows: Tensor) -> None:
@@ -33,12 +35,6 @@ def write_rows(ring: Tensor, start: int, rows: Tensor) -> None:
         return
     ring.narrow(1, start, first).copy_(rows.narrow(1, 0, first))
     ring.narrow(1, 0, count - first).copy_(rows.narrow(1, first, count - first))
-
-
-def join(rows: list[Tensor]) -> Tensor:
-    """The rows as one new contiguous fp32 tensor."""
-    joined = torch.cat(rows, 1) if len(rows) > 1 else rows[0].contiguous()
-    return joined.float()
 
 
 def fold(state: Tensor, x: Tensor, B: Tensor, dt: Tensor, A: Tensor) -> Tensor:
@@ -57,12 +53,15 @@ def fold(state: Tensor, x: Tensor, B: Tensor, dt: Tensor, A: Tensor) -> Tensor:
     H, P, N = state.shape
     G = B.shape[0]
     # fp64 sums: exponents of hundreds would cost the decays their last three digits in fp32.
-    sums = dt.cumsum(1, dtype=torch.float64) * A
+    sums = dt.cumsum(1, dtype=torch.float64).mul_(A)
     total = sums[:, -1:]
     weights = (total - sums).exp_().float().mul_(dt)
     x = (x * weights.unsqueeze(2)).transpose(1, 2).reshape(G, H // G * P, -1)
-    state.mul_(total.exp().float().unsqueeze(2))
-    state.view(G, H // G * P, N).baddbmm_(x, B)
+    decay = total.exp().float().view(G, H // G, 1, 1)
+    heads = state.view(G, H // G, P, N)
+    # Group by group, so that the second pass finds the group's state in the cache.
+    for group in range(G):
+        heads[group].mul_(decay[group]).view(H // G * P, N).addmm_(x[group], B[group])
     return state
 
 
@@ -93,8 +92,8 @@ def score(state: Tensor, scale: Tensor | None, x: Tensor, B: Tensor, C: Tensor, 
     G, T, _ = C.shape
     n = dt.shape[1]
     sums = dt.cumsum(1, dtype=torch.float64).mul_(A)
-    newest = sums.narrow(1, n - T, T)
-    weights = (newest.unsqueeze(2) - sums.unsqueeze(1)).float()
+    newest = sums.narrow(1, n - T, T).unsqueeze(2)
+    weights = (newest - sums.unsqueeze(1)).float()
     if T > 1:
         weights.masked_fill_(_future(T, n - T), -torch.inf)
     weights.exp_().mul_(dt.unsqueeze(1))
@@ -105,4 +104,4 @@ def score(state: Tensor, scale: Tensor | None, x: Tensor, B: Tensor, C: Tensor, 
     from_state = from_state.view(G, T, H // G, P).transpose(1, 2).reshape(H, T, P)
     if scale is not None:
         from_state = from_state * scale.unsqueeze(1)
-    return y.addcmul_(from_state, newest.exp().float().unsqueeze(2))
+    return y.addcmul_(from_state, newest.exp().float())
