@@ -1,0 +1,13 @@
+"""Replay decoding for Hugging Face transformers models (``docs/hf.md``)."""
+
+try:
+    import transformers  # noqa: F401
+except ImportError as error:
+    raise ImportError("replayssm.hf needs transformers 5.17 or newer: pip install 'replayssm[hf]'") from error
+
+from replayssm.hf.attach import attach, detach
+from replayssm.hf.cache import ReplayCache
+from replayssm.hf.generate import custom_generate, generate
+from replayssm.hf.stats import GenerationStats
+
+__all__ = ["GenerationStats", "ReplayCache", "attach", "custom_generate", "detach", "generate"]

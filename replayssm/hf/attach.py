@@ -1,0 +1,156 @@
+"""Making a transformers model able to run from a replay pool, and undoing it without a trace."""
+
+from __future__ import annotations
+
+import inspect
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from replayssm.dispatch import implementation
+from replayssm.hf.attachment import ATTRIBUTE, Attachment, attachment_of
+from replayssm.hf.cache import ReplayCache
+from replayssm.hf.linear import PaddedLinear, RowPadding
+from replayssm.hf.mixers import FAMILIES
+
+_SUPPORTED = "supported are decoder-only models of the families " + ", ".join(sorted(FAMILIES))
+_STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class MixerForward:
+    """The forward of an attached mixer: replay with a ``ReplayCache``, the module's own forward without one."""
+
+    def __init__(self, mixer: nn.Module, original: Any, position: int, cache_name: str) -> None:
+        self.mixer, self.original, self.position, self.cache_name = mixer, original, position, cache_name
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Forward of the mixer, with the arguments that its transformers version passes."""
+        cache = kwargs.get(self.cache_name)
+        if not isinstance(cache, ReplayCache):
+            return self.original(hidden_states, *args, **kwargs)
+        if kwargs.get("attention_mask") is not None:
+            raise ValueError(
+                "attention_mask: a ReplayCache takes rows of equal length without padding; "
+                "replayssm.hf.generate strips padding itself"
+            )
+        if self.position == 0:
+            cache.begin_forward(*hidden_states.shape[:2])
+        if cache.prefill is not None:
+            out = self.original(hidden_states, *args, **{**kwargs, self.cache_name: cache.prefill})
+            cache.store_prefill(self.position)
+            return out
+        return cache.replay(self.position, self.mixer, hidden_states)
+
+
+def check_model(model: object) -> ModuleType:
+    """Return the adapter of the model's family.
+
+    Raises:
+        TypeError: not a transformers model.
+        ValueError: a model that replay cannot run, with the reason.
+        NotImplementedError: a device without our ops.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model: expected a transformers PreTrainedModel, got {type(model).__name__}; {_SUPPORTED}")
+    name = f"{type(model).__name__} (model_type '{model.config.model_type}')"
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"model: {name} is an encoder-decoder; {_SUPPORTED}")
+    family = FAMILIES.get(model.config.model_type)
+    if family is None:
+        if getattr(model, "_is_stateful", False):
+            raise ValueError(f"model: the recurrent layers of {name} are of an unsupported family; {_SUPPORTED}")
+        raise ValueError(f"model: {name} has no recurrent layers to replay; {_SUPPORTED}")
+    if model.get_output_embeddings() is None:
+        raise ValueError(f"model: {name} has no language-model head; load it with AutoModelForCausalLM")
+    implementation("mamba", model.device)
+    return family
+
+
+def attach(model: PreTrainedModel) -> PreTrainedModel:
+    """Prepare a model for replay decoding, in place.
+
+    The forward of every recurrent mixer is replaced: called with a ``ReplayCache`` it runs from the cache's pool,
+    otherwise it does what it did before. The mixers' linear layers and the language-model head multiply row counts
+    whose results agree (see ``replayssm.hf.linear``; measured here, on this machine). Weights stored in bf16 or fp16
+    are converted to fp32, because bf16 logits tie and equal texts could not be promised; ``detach`` converts them back
+    exactly. Attaching an attached model only measures again, and only if the
+    number of threads has changed.
+
+    Args:
+        model: a causal LM of a supported family, on a supported device.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: not a transformers model.
+        ValueError: unsupported family or weight dtype; the message says what is supported.
+        NotImplementedError: unsupported device.
+
+    Example:
+        >>> from transformers import Mamba2Config, Mamba2ForCausalLM
+        >>> config = Mamba2Config(vocab_size=61, hidden_size=24, num_heads=6, head_dim=8, state_size=10, n_groups=2,
+        ...                       num_hidden_layers=2, chunk_size=16)
+        >>> model = attach(Mamba2ForCausalLM(config))
+        >>> detach(model)
+    """
+    family = check_model(model)
+    attached = attachment_of(model)
+    if attached is not None:
+        attached.padding.refresh()
+        return model
+    head = model.get_output_embeddings()
+    mixers = [module for module in model.modules() if type(module).__name__ == family.MIXER_CLASS]
+    stored = _stored_dtypes(model)
+    for tensor, _ in stored:
+        tensor.data = tensor.data.float()
+    parameters = inspect.signature(model.forward).parameters
+    cache_name = "cache" if "cache" in parameters else "cache_params"
+    linears = [linear for mixer in mixers for linear in family.linears(mixer)] + [head]
+    padding = RowPadding(linears)
+    attachment = Attachment(family, mixers, cache_name, head.out_features, padding, stored_dtypes=stored)
+    for position, mixer in enumerate(mixers):
+        _replace(attachment, mixer, MixerForward(mixer, mixer.forward, position, cache_name))
+    for linear in linears:
+        _replace(attachment, linear, PaddedLinear(linear, padding))
+    setattr(model, ATTRIBUTE, attachment)
+    return model
+
+
+def _stored_dtypes(model: PreTrainedModel) -> list[tuple[Tensor, torch.dtype]]:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in tensors:
+        if tensor.is_floating_point() and tensor.dtype not in _STORED_DTYPES:
+            supported = ", ".join(str(dtype) for dtype in _STORED_DTYPES)
+            raise ValueError(f"model: weight '{name}' is {tensor.dtype}; supported weight types are {supported}")
+    return [(t, t.dtype) for _, t in tensors if t.is_floating_point() and t.dtype != torch.float32]
+
+
+def _replace(attachment: Attachment, module: nn.Module, forward: Any) -> None:
+    attachment.replaced.append((module, module.__dict__.get("forward")))
+    module.__dict__["forward"] = forward
+
+
+def detach(model: PreTrainedModel) -> None:
+    """Undo ``attach``: forwards and weight dtypes are what they were, and nothing of ours is left on the model.
+
+    Args:
+        model: an attached model.
+
+    Raises:
+        ValueError: the model is not attached.
+    """
+    attachment = attachment_of(model) if isinstance(model, PreTrainedModel) else None
+    if attachment is None:
+        raise ValueError("model: expected a model that replayssm.hf.attach has prepared, got one that is not attached")
+    for module, before in reversed(attachment.replaced):
+        if before is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = before
+    for tensor, dtype in attachment.stored_dtypes:
+        tensor.data = tensor.data.to(dtype)
+    delattr(model, ATTRIBUTE)

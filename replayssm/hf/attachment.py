@@ -1,0 +1,43 @@
+"""The record that ``attach`` leaves on a model until ``detach``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from replayssm.hf.linear import RowPadding
+
+ATTRIBUTE = "_replayssm_attachment"
+
+
+@dataclass
+class Attachment:
+    """What attach did to one model.
+
+    Attributes:
+        family: the adapter module of ``replayssm.hf.mixers``.
+        mixers: the recurrent layers, in order.
+        cache_name: the forward's name for the cache: ``cache``, before transformers 5.24 ``cache_params``.
+        vocab_size: width of the logits.
+        padding: row counts of the matrix products.
+        replaced: modules whose ``forward`` was replaced, with what their ``__dict__`` held before (None: nothing).
+        stored_dtypes: tensors that were converted to fp32, with the dtype to go back to.
+    """
+
+    family: ModuleType
+    mixers: list[nn.Module]
+    cache_name: str
+    vocab_size: int
+    padding: RowPadding
+    replaced: list[tuple[nn.Module, Any]] = field(default_factory=list)
+    stored_dtypes: list[tuple[Tensor, torch.dtype]] = field(default_factory=list)
+
+
+def attachment_of(model: PreTrainedModel) -> Attachment | None:
+    """What attach did to ``model``, None when it is not attached."""
+    return model.__dict__.get(ATTRIBUTE)

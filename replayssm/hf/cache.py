@@ -1,0 +1,313 @@
+"""A transformers cache whose recurrent layers live in a replay pool, so that ``crop`` really takes tokens back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, LinearAttentionLayer
+
+from replayssm.cache import ReplayPool
+from replayssm.hf.attachment import attachment_of
+
+
+class _PoolLayer(LinearAttentionLayer):
+    """Stands for one layer of the pool; a mixer that writes into it has not been attached."""
+
+    def update_conv_state(self, *args: object, **kwargs: object) -> Tensor:
+        raise RuntimeError("ReplayCache: the model is not attached; call replayssm.hf.attach(model) first")
+
+    def update_recurrent_state(self, *args: object, **kwargs: object) -> Tensor:
+        raise RuntimeError("ReplayCache: the model is not attached; call replayssm.hf.attach(model) first")
+
+
+@dataclass
+class Traffic:
+    """What the forwards of a cache have done so far, summed over rows; every layer does the same.
+
+    Attributes:
+        verified: verifies, each of which reads a checkpoint.
+        flushed: verifies that wrote one.
+        rows_read: live ring rows that were replayed.
+        rows_written: ring rows of new tokens.
+    """
+
+    verified: int = 0
+    flushed: int = 0
+    rows_read: int = 0
+    rows_written: int = 0
+
+
+class ReplayCache(Cache):
+    """Cache of an attached model, over slots of a ``replayssm.cache.ReplayPool``.
+
+    The first forward of a row is the model's own (its prefill); its final states are copied into the pool. Every later
+    forward takes up to ``max_tokens`` tokens and leaves the checkpoint alone until the window is full. The tokens of
+    the newest forward count as accepted when the next forward starts, unless ``crop`` or ``accept`` said otherwise.
+
+    Args:
+        model: an attached model.
+        batch_size: rows of ``input_ids`` in every forward.
+        max_tokens: most tokens of one forward after the prefill, at most ``window``.
+        window: most ring rows that are replayed before they are folded into the checkpoint.
+
+    Attributes:
+        pool: the pool; its slots are freed by ``close`` or at the end of a ``with`` block.
+        prefill: during a prefill the plain cache that the model's own forward fills, else None.
+        traffic: counts of what was read and written.
+
+    Raises:
+        ValueError: the model is not attached.
+
+    Example:
+        >>> import torch
+        >>> from transformers import Mamba2Config, Mamba2ForCausalLM
+        >>> from replayssm.hf import attach
+        >>> config = Mamba2Config(vocab_size=61, hidden_size=24, num_heads=6, head_dim=8, state_size=10, n_groups=2,
+        ...                       num_hidden_layers=2, chunk_size=16)
+        >>> model = attach(Mamba2ForCausalLM(config).eval())
+        >>> cache = ReplayCache(model, batch_size=1)
+        >>> with torch.no_grad():
+        ...     _ = model(torch.tensor([[5, 9, 2, 7]]), **{cache.name: cache})
+        ...     first = model(torch.tensor([[3, 1, 4]]), **{cache.name: cache}).logits
+        ...     cache.crop(-2)
+        ...     second = model(torch.tensor([[1, 4]]), **{cache.name: cache}).logits
+        >>> torch.equal(first[:, 1:], second)
+        True
+    """
+
+    def __init__(self, model: PreTrainedModel, batch_size: int, *, max_tokens: int = 8, window: int = 16) -> None:
+        attachment = attachment_of(model)
+        if attachment is None:
+            raise ValueError("model: expected an attached model; call replayssm.hf.attach(model) first")
+        if batch_size < 1:
+            raise ValueError(f"batch_size: expected a number >= 1, got {batch_size}")
+        family, mixers = attachment.family, attachment.mixers
+        super().__init__(layers=[_PoolLayer() for _ in mixers])
+        self.name = attachment.cache_name
+        self.pool = ReplayPool(
+            [family.layer_shape(mixer) for mixer in mixers],
+            batch_size,
+            window=window,
+            max_tokens=max_tokens,
+            device=model.device,
+        )
+        self.prefill: DynamicCache | None = None
+        self.traffic = Traffic()
+        self._family, self._config = family, model.config
+        self._weights = [family.prepare(mixer) for mixer in mixers]
+        self._layer_idx: list[Any] = [mixer.layer_idx for mixer in mixers]
+        self._slots = self.pool.allocate(batch_size)
+        # Host copies of what the next forward needs, so that no device value is read back.
+        self._lengths = [0] * batch_size
+        self._live = [0] * batch_size
+        self._pending = 0
+        self._rows: list[int] = []
+        self._selected = self._slots
+        self.select(range(batch_size))
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Let the next forwards have these rows of the batch only, in this order. Accepts what is pending.
+
+        Args:
+            rows: distinct numbers in ``0..batch_size-1``.
+        """
+        self.accept()
+        if list(rows) == self._rows:
+            return
+        if len(set(rows)) != len(rows) or not all(0 <= row < len(self._lengths) for row in rows):
+            raise ValueError(f"rows: expected distinct numbers in 0..{len(self._lengths) - 1}, got {list(rows)}")
+        self._rows = list(rows)
+        self._selected = self._slots[self._rows]
+
+    def begin_forward(self, batch: int, seq_len: int) -> None:
+        """Called by the first recurrent layer of every forward: accept what is pending, then book the new tokens.
+
+        Raises:
+            ValueError: another batch size, too many tokens, or rows with and without a past in one forward.
+        """
+        self.accept()
+        if batch != len(self._rows):
+            raise ValueError(f"input_ids: expected {len(self._rows)} rows as the ReplayCache has, got {batch}")
+        new = [self._lengths[row] == 0 for row in self._rows]
+        if all(new):
+            self.prefill = DynamicCache(config=self._config)
+            self.pool.reset(self._selected)
+        elif any(new):
+            raise ValueError("ReplayCache: rows with and without a past cannot share a forward; see select")
+        elif seq_len > self.pool.max_tokens:
+            raise ValueError(
+                f"input_ids: expected at most max_tokens={self.pool.max_tokens} tokens after the prefill, got {seq_len}"
+            )
+        else:
+            self.prefill = None
+            self._count(seq_len)
+        if self.prefill is None:
+            self._pending = seq_len
+        for row in self._rows:
+            self._lengths[row] += seq_len
+
+    def _count(self, seq_len: int) -> None:
+        traffic, window = self.traffic, self.pool.window
+        traffic.verified += len(self._rows)
+        traffic.rows_written += len(self._rows) * seq_len
+        for row in self._rows:
+            traffic.rows_read += self._live[row]
+            if self._live[row] + seq_len > window:
+                traffic.flushed += 1
+                self._live[row] = 0
+
+    def store_prefill(self, position: int) -> None:
+        """Copy a layer's states out of the plain cache into the pool, after the layer's own forward."""
+        assert self.prefill is not None
+        layer: Any = self.prefill.layers[self._layer_idx[position]]
+        history = self.pool.layers[position].conv_width - 1
+        conv = layer.conv_states[0]
+        self.pool.write_state(
+            position, self._selected, layer.recurrent_states[0], conv[..., conv.shape[-1] - history :]
+        )
+        if position == len(self.layers) - 1:
+            self.prefill = None
+
+    def replay(self, position: int, mixer: nn.Module, hidden_states: Tensor) -> Tensor:
+        """Run one layer from the pool."""
+        pool = self.pool
+        return self._family.replay_forward(
+            mixer,
+            self._weights[position],
+            hidden_states,
+            pool.buffers[position],
+            pool.cursors,
+            self._selected,
+            pool.window,
+            pool.rand_seed,
+        )
+
+    def accept(self, num_accepted: Sequence[int] | None = None) -> None:
+        """Keep the first tokens of the newest forward and forget the others.
+
+        Args:
+            num_accepted: one number per row of that forward, in ``0..tokens``; None keeps all. Without a forward to
+                decide about, None does nothing.
+
+        Raises:
+            ValueError: no such forward, or a number out of range.
+        """
+        pending = self._pending
+        if num_accepted is None:
+            if not pending:
+                return
+            num_accepted = [pending] * len(self._rows)
+        if not pending:
+            raise ValueError("num_accepted: expected a forward after the prefill that is not accepted yet, found none")
+        if len(num_accepted) != len(self._rows) or not all(0 <= n <= pending for n in num_accepted):
+            raise ValueError(
+                f"num_accepted: expected {len(self._rows)} numbers in 0..{pending}, got {list(num_accepted)}"
+            )
+        self.pool.commit(self._selected, torch.tensor(num_accepted, device=self._selected.device), pending)
+        for row, accepted in zip(self._rows, num_accepted, strict=True):
+            self._live[row] += accepted
+            self._lengths[row] += accepted - pending
+        self._pending = 0
+
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes of checkpoints (with scales) and ring rows that the verifies so far have read and written, all layers.
+
+        Convolution rows and cursors are not counted: they are small and every way of decoding moves them.
+        """
+        sizes = self.pool.bytes_by_field()
+        slots = self.pool.num_slots
+        state = (sizes["state"] + sizes.get("state_scale", 0)) // slots
+        row = (sizes["x_cache"] + sizes["B_cache"] + sizes["dt_cache"]) // (slots * self.pool.ring_len)
+        traffic = self.traffic
+        read = traffic.verified * state + traffic.rows_read * row
+        return read, traffic.flushed * state + traffic.rows_written * row
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back tokens of the newest forward, in every row and every recurrent layer.
+
+        Args:
+            tokens_to_remove: zero or the negative number of tokens, as in transformers. 0 keeps all.
+
+        Raises:
+            ValueError: positive, or more tokens than the newest forward had. Older ones are already accepted, those
+                of a prefill too, and the window of their convolution is gone.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove: expected zero or a negative number, got {tokens_to_remove}")
+        if -tokens_to_remove > self._pending:
+            raise ValueError(
+                f"tokens_to_remove: expected at least {-self._pending}, the newest forward's tokens that are still "
+                f"open, got {tokens_to_remove}"
+            )
+        if self._pending:
+            self.accept([self._pending + tokens_to_remove] * len(self._rows))
+
+    @property
+    def is_croppable(self) -> bool:
+        """True: a rollback leaves no trace."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: the mixers branch on the cache."""
+        return False
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: the newest forward can always be taken back."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of the longest row, the pending ones included."""
+        return max(self._lengths)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether the selected rows have a past."""
+        return all(self._lengths[row] > 0 for row in self._rows)
+
+    def reset(self) -> None:
+        """Forget every row; the next forward is a prefill."""
+        self._pending = 0
+        self.pool.reset(self._slots)
+        self._lengths = [0] * len(self._lengths)
+        self._live = [0] * len(self._live)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Not supported.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("ReplayCache: beam search is not supported; supported are greedy decoding, sampling")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Not supported.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("ReplayCache: a batch cannot grow; make the cache with the final batch_size")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Not supported; see ``select``.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("ReplayCache: use select(rows) to go on with some of the rows")
+
+    def close(self) -> None:
+        """Free the pool's slots. The cache cannot be used any more."""
+        if self._slots.numel():
+            self.pool.free(self._slots)
+            self._slots = self._slots[:0]
+            self._rows = []
+
+    def __enter__(self) -> ReplayCache:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()

@@ -1,0 +1,102 @@
+"""Drafts from a smaller model of a supported family, rolled back by replay like the model it helps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from replayssm.hf.attach import attach, detach
+from replayssm.hf.attachment import attachment_of
+from replayssm.hf.cache import ReplayCache
+from replayssm.hf.forward import Forward, group_by_length
+from replayssm.hf.sampling import Greedy, Gumbel
+
+
+class ModelDrafter:
+    """Drafts that the draft model would choose itself, with the same noise when sampling.
+
+    The k tokens of a draft take k forwards, each of which scores the whole open window again: nothing is committed
+    before the verdict, so there is nothing to roll back.
+
+    Args:
+        model: attached for the time of the generation if it is not.
+        sampler: how tokens are chosen.
+        request_ids: identity of each row's text for the noise.
+        num_draft_tokens: longest draft.
+        window: of the draft model's pool.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        sampler: Greedy | Gumbel,
+        request_ids: Sequence[int],
+        num_draft_tokens: int,
+        window: int,
+    ) -> None:
+        self._detach = attachment_of(model) is None
+        self._model = attach(model)
+        self._sampler, self._requests = sampler, torch.tensor(request_ids)
+        # A fully accepted draft leaves its last token unseen, next to the token chosen after it.
+        self._cache = ReplayCache(model, len(request_ids), max_tokens=num_draft_tokens + 1, window=window)
+        self._forward = Forward(model, self._cache)
+        # Row -> draft of the newest round and how many of the window's tokens came before it.
+        self._open: dict[int, tuple[list[int], int]] = {}
+
+    def start(self, prompts: Sequence[Sequence[int]]) -> None:
+        """See Drafter: the draft model's prefill."""
+        self._rows = [list(prompt) for prompt in prompts]
+        self._seen = [len(prompt) for prompt in prompts]
+        for rows in group_by_length(prompts):
+            self._cache.select(rows)
+            self._forward([self._rows[row] for row in rows], last_only=True)
+
+    def propose(self, rows: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
+        """See Drafter."""
+        self._settle()
+        steps = max(limits)
+        if not steps:
+            return [[] for _ in rows]
+        self._cache.select(rows)
+        unseen = [self._rows[row][self._seen[row] :] for row in rows]
+        drafts: list[list[int]] = [[] for _ in rows]
+        requests, here = self._requests[list(rows)], torch.arange(len(rows))
+        for step in range(steps):
+            if step:
+                self._cache.accept([0] * len(rows))
+            width = max(map(len, unseen)) + step
+            windows = [(old + draft + [0] * width)[:width] for old, draft in zip(unseen, drafts, strict=True)]
+            ends = torch.tensor([len(old) + step - 1 for old in unseen])
+            places = torch.tensor([len(self._rows[row]) + step for row in rows])
+            logits = self._forward(windows)[here, ends][:, None]
+            chosen = self._sampler.choose(logits, requests, places[:, None])
+            for draft, token in zip(drafts, chosen[:, 0].tolist(), strict=True):
+                draft.append(token)
+        self._open = {row: (draft, len(old)) for row, draft, old in zip(rows, drafts, unseen, strict=True)}
+        return [draft[:limit] for draft, limit in zip(drafts, limits, strict=True)]
+
+    def extend(self, row: int, tokens: Sequence[int]) -> None:
+        """See Drafter."""
+        self._rows[row].extend(tokens)
+
+    def _settle(self) -> None:
+        """Keep of the newest window what became text."""
+        if not self._open:
+            return
+        kept = []
+        for row, (draft, old) in self._open.items():
+            text = self._rows[row][self._seen[row] + old :]
+            fed = draft[:-1]
+            right = next((i for i, token in enumerate(fed) if i >= len(text) or token != text[i]), len(fed))
+            kept.append(old + right)
+            self._seen[row] += old + right
+        self._cache.accept(kept)
+        self._open = {}
+
+    def close(self) -> None:
+        """See Drafter."""
+        self._cache.close()
+        if self._detach:
+            detach(self._model)

@@ -1,0 +1,334 @@
+"""Generation with speculative decoding by replay: ``generate`` and, for ``model.generate``, ``custom_generate``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
+
+from replayssm.checks import check_range
+from replayssm.hf.attach import attach, check_model, detach
+from replayssm.hf.attachment import attachment_of
+from replayssm.hf.draft_model import ModelDrafter
+from replayssm.hf.drafts import CallableDrafter, Drafter, DraftFunction, LookupDrafter, NoDrafts
+from replayssm.hf.loop import Decoder
+from replayssm.hf.prompts import join, strip_padding
+from replayssm.hf.sampling import Greedy, Gumbel
+from replayssm.hf.stats import GenerationStats
+from replayssm.hf.stopping import Rules
+
+# One token more is verified than drafted, and a pool's window holds 64 rows.
+_MOST_DRAFT_TOKENS = 63
+# What transformers hands to every custom callable, and what cannot change a text here.
+_PASSED_BY_TRANSFORMERS = {"attention_mask", "use_cache", "logits_to_keep", "cache", "cache_params", "past_key_values"}
+
+
+def generate(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    draft: str | DraftFunction | None = "lookup",
+    draft_model: PreTrainedModel | None = None,
+    num_draft_tokens: int = 4,
+    max_new_tokens: int = 128,
+    do_sample: bool = False,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    request_ids: Sequence[int] | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    logits_processor: LogitsProcessorList | None = None,
+    stopping_criteria: StoppingCriteriaList | None = None,
+    streamer: Any = None,
+    window: int = 16,
+    return_stats: bool = False,
+) -> Any:
+    """Continue token ids with a Mamba-2 model, verifying several draft tokens per forward.
+
+    The text is the one that the model produces without drafts, token for token (``docs/hf.md`` says what that rests
+    on). A model that is not attached is attached for the time of the call.
+
+    Args:
+        model: a causal LM of a supported family.
+        input_ids: int64 ``[batch, length]``.
+        attention_mask: ``[batch, length]``, zero at padding, which may lie on either side and does not influence the
+            text. None: no padding.
+        draft: ``"lookup"`` (what followed the newest repetition of the row's last tokens), None (no drafts), or a
+            callable ``(token_ids, num_tokens) -> token_ids``: it gets a row's ids, 1-D, and may return up to
+            ``num_tokens`` ids as a 1-D tensor.
+        draft_model: a smaller model of a supported family with the same vocabulary that drafts; in place of ``draft``.
+        num_draft_tokens: longest draft, 0..63.
+        max_new_tokens: most new tokens per row, >= 1.
+        do_sample: draw tokens instead of taking the most likely one.
+        temperature: divides the logits when drawing.
+        top_k: draw from the k most likely tokens only.
+        top_p: draw from the most likely tokens that together hold this probability.
+        seed: with a request id and a position it fixes what is drawn.
+        request_ids: one number >= 0 per row that names its text; 0, 1, ... by default. A row draws the same tokens in
+            any batch under the same id.
+        eos_token_id: one or several ids that end a row. None: those of ``model.generation_config``; an empty sequence:
+            none.
+        pad_token_id: fills rows that ended early. None: that of the model, else the first end token, else 0.
+        logits_processor: transformers processors, called for one row and one token at a time on the row without
+            padding, before temperature, top-k and top-p.
+        stopping_criteria: transformers criteria, called likewise behind every token; a stop inside an accepted draft
+            cuts the text there.
+        streamer: gets the prompt and every token as in transformers; for a batch of one.
+        window: ring rows that are replayed before they are folded into the state, 1..64; raised to
+            ``num_draft_tokens + 1`` if it is smaller.
+        return_stats: return ``(sequences, GenerationStats)``.
+
+    Returns:
+        ``[batch, length + new]`` in the dtype of ``input_ids``: the input unchanged, then the new tokens, then padding.
+
+    Raises:
+        TypeError: not a transformers model, or a draft that is neither a name nor a callable.
+        ValueError: an unsupported model or option; the message says what is supported.
+        NotImplementedError: a device without our ops.
+
+    Example:
+        >>> import torch
+        >>> from transformers import Mamba2Config, Mamba2ForCausalLM
+        >>> config = Mamba2Config(vocab_size=61, hidden_size=24, num_heads=6, head_dim=8, state_size=10, n_groups=2,
+        ...                       num_hidden_layers=2, chunk_size=16)
+        >>> model = Mamba2ForCausalLM(config).eval()
+        >>> ids, stats = generate(model, torch.tensor([[5, 9, 5, 9]]), max_new_tokens=6, eos_token_id=(),
+        ...                       return_stats=True)
+        >>> tuple(ids.shape), stats.new_tokens
+        ((1, 10), 6)
+    """
+    config = model.generation_config if isinstance(model, PreTrainedModel) else None
+    ends = _end_tokens(eos_token_id if eos_token_id is not None else getattr(config, "eos_token_id", None))
+    if pad_token_id is None:
+        pad_token_id = getattr(config, "pad_token_id", None)
+    rules = Rules(
+        max_new_tokens=max_new_tokens,
+        end_tokens=ends,
+        processors=LogitsProcessorList(logits_processor or []),
+        criteria=StoppingCriteriaList(stopping_criteria or []),
+    )
+    sampler = Gumbel(seed, temperature, top_k, top_p) if do_sample else Greedy()
+    if not do_sample and (temperature != 1.0 or top_k is not None or top_p is not None):
+        raise ValueError(
+            "temperature, top_k and top_p need do_sample=True; greedy decoding takes the most likely token"
+        )
+    if streamer is not None and isinstance(input_ids, Tensor):
+        streamer.put(input_ids.cpu())
+    sequences, stats = _run(
+        model,
+        input_ids,
+        attention_mask,
+        draft=draft,
+        draft_model=draft_model,
+        num_draft_tokens=num_draft_tokens,
+        sampler=sampler,
+        request_ids=request_ids,
+        rules=rules,
+        pad_token_id=pad_token_id if pad_token_id is not None else min(ends, default=0),
+        streamer=streamer,
+        window=window,
+    )
+    return (sequences, stats) if return_stats else sequences
+
+
+def custom_generate(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    draft: str | DraftFunction | None = "lookup",
+    draft_model: PreTrainedModel | None = None,
+    num_draft_tokens: int = 4,
+    seed: int = 0,
+    request_ids: Sequence[int] | None = None,
+    window: int = 16,
+    return_stats: bool = False,
+    **model_kwargs: Any,
+) -> Any:
+    """For ``model.generate(..., custom_generate=replayssm.hf.custom_generate, draft=..., num_draft_tokens=...)``.
+
+    transformers prepares everything (lengths, end tokens, processors with temperature, top-k and top-p among them) and
+    calls this in place of its own loop. Processors and criteria see every row padded on the left to the longest prompt,
+    as they would without us.
+
+    Args:
+        model: see ``generate``.
+        input_ids: ``[batch, length]``, prepared by transformers, as are the next three.
+        logits_processor: applied to each token in order.
+        stopping_criteria: asked behind each token; its length and end-token criteria are applied per row.
+        generation_config: decides on sampling, length, end and padding tokens.
+        draft: see ``generate``, as all that follow.
+        draft_model: a smaller model that drafts.
+        num_draft_tokens: longest draft.
+        seed: of the sampling noise. torch's global generator is not used.
+        request_ids: names of the rows' texts.
+        window: of the pool.
+        return_stats: return ``(sequences, GenerationStats)``.
+        model_kwargs: what transformers adds; anything else is refused.
+
+    Returns:
+        What ``model.generate`` is to return: sequences, or an output object with them if the generation config asks for
+        one.
+
+    Raises:
+        ValueError: an option that is not supported, as for ``generate``.
+    """
+    _check_config(generation_config, model_kwargs)
+    lengths = [criterion.max_length for criterion in stopping_criteria if isinstance(criterion, MaxLengthCriteria)]
+    ends = generation_config._eos_token_tensor
+    pad = generation_config._pad_token_tensor
+    rules = Rules(
+        max_new_tokens=min(lengths, default=generation_config.max_length) - input_ids.shape[1],
+        end_tokens=frozenset() if ends is None else _end_tokens(ends.tolist()),
+        processors=LogitsProcessorList(logits_processor),
+        criteria=StoppingCriteriaList(
+            criterion
+            for criterion in stopping_criteria
+            if not isinstance(criterion, (MaxLengthCriteria, EosTokenCriteria))
+        ),
+        padded_rows=True,
+    )
+    sequences, stats = _run(
+        model,
+        input_ids,
+        model_kwargs.get("attention_mask"),
+        draft=draft,
+        draft_model=draft_model,
+        num_draft_tokens=num_draft_tokens,
+        sampler=Gumbel(seed) if generation_config.do_sample else Greedy(),
+        request_ids=request_ids,
+        rules=rules,
+        pad_token_id=0 if pad is None else int(pad),
+        streamer=_streamer_of_caller(),
+        window=window,
+    )
+    result: Any = sequences
+    if generation_config.return_dict_in_generate:
+        result = GenerateDecoderOnlyOutput(sequences=result)
+    return (result, stats) if return_stats else result
+
+
+def _streamer_of_caller() -> Any:
+    """The streamer given to ``model.generate``.
+
+    transformers puts the prompt into it but does not pass it on to a custom callable, so a reader of it would wait for
+    ever; it is a local variable of the calling frame.
+    """
+    frame = sys._getframe(2)
+    return frame.f_locals.get("streamer") if frame.f_code.co_name == "generate" else None
+
+
+def _check_config(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    if (config.num_beams or 1) > 1:
+        raise ValueError(
+            f"num_beams: expected 1, got {config.num_beams}; beam search is not supported, greedy and sampling are"
+        )
+    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
+        if getattr(config, name, None):
+            raise ValueError(f"{name}: not supported with custom_generate; sequences and return_stats=True are")
+    cache = next((model_kwargs[n] for n in ("cache", "cache_params", "past_key_values") if n in model_kwargs), None)
+    if cache is not None and len(cache) and cache.has_previous_state():
+        raise ValueError("cache: expected none or an empty one; a generation starts from the whole prompt's token ids")
+    unknown = sorted(n for n, v in model_kwargs.items() if v is not None and n not in _PASSED_BY_TRANSFORMERS)
+    if unknown:
+        raise ValueError(
+            f"{', '.join(unknown)}: not supported by replayssm.hf.custom_generate; supported are input_ids with "
+            "attention_mask, transformers' generation options without beams, and draft, draft_model, num_draft_tokens, "
+            "seed, request_ids, window, return_stats"
+        )
+
+
+def _end_tokens(ids: int | Sequence[int] | None) -> frozenset[int]:
+    if ids is None:
+        return frozenset()
+    return frozenset([ids] if isinstance(ids, int) else [int(each) for each in ids])
+
+
+def _run(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    draft: str | DraftFunction | None,
+    draft_model: PreTrainedModel | None,
+    num_draft_tokens: int,
+    sampler: Greedy | Gumbel,
+    request_ids: Sequence[int] | None,
+    rules: Rules,
+    pad_token_id: int,
+    streamer: Any,
+    window: int,
+) -> tuple[Tensor, GenerationStats]:
+    check_model(model)
+    check_range("num_draft_tokens", num_draft_tokens, 0, _MOST_DRAFT_TOKENS)
+    check_range("max_new_tokens", rules.max_new_tokens, 1, sys.maxsize)
+    check_range("window", window, 1, _MOST_DRAFT_TOKENS + 1)
+    vocab_size = model.get_output_embeddings().out_features
+    prompts = strip_padding(input_ids, attention_mask, vocab_size)
+    if streamer is not None and len(prompts) > 1:
+        raise ValueError(f"streamer: expected a batch of one row, got {len(prompts)}")
+    requests = list(range(len(prompts))) if request_ids is None else [int(number) for number in request_ids]
+    if len(requests) != len(prompts) or min(requests) < 0:
+        raise ValueError(f"request_ids: expected {len(prompts)} numbers >= 0, one per row, got {requests}")
+    attached_here = attachment_of(model) is None
+    drafter: Drafter | None = None
+    try:
+        attach(model)
+        drafter = _drafter(draft, draft_model, vocab_size, sampler, requests, num_draft_tokens, window)
+        decoder = Decoder(
+            model,
+            prompts,
+            requests,
+            sampler=sampler,
+            rules=rules,
+            drafter=drafter,
+            num_draft_tokens=num_draft_tokens if not isinstance(drafter, NoDrafts) else 0,
+            window=window,
+            streamer=streamer,
+            pad_token_id=pad_token_id,
+        )
+        new, stats = decoder.run()
+    finally:
+        if drafter is not None:
+            drafter.close()
+        if attached_here and attachment_of(model) is not None:
+            detach(model)
+    return join(input_ids, new, pad_token_id), stats
+
+
+def _drafter(
+    draft: str | DraftFunction | None,
+    draft_model: PreTrainedModel | None,
+    vocab_size: int,
+    sampler: Greedy | Gumbel,
+    requests: list[int],
+    num_draft_tokens: int,
+    window: int,
+) -> Drafter:
+    if not num_draft_tokens:
+        return NoDrafts()
+    if draft_model is not None:
+        if draft != "lookup" and draft is not None:
+            raise ValueError("draft and draft_model: expected one source of drafts, got both")
+        check_model(draft_model)
+        theirs = draft_model.get_output_embeddings().out_features
+        if theirs != vocab_size:
+            raise ValueError(f"draft_model: expected the model's vocabulary of {vocab_size} ids, got {theirs}")
+        return ModelDrafter(draft_model, sampler, requests, num_draft_tokens, window)
+    if draft is None:
+        return NoDrafts()
+    if draft == "lookup":
+        return LookupDrafter()
+    if callable(draft):
+        return CallableDrafter(draft, vocab_size)
+    if isinstance(draft, str):
+        raise ValueError(f"draft: expected 'lookup', None or a callable, got {draft!r}")
+    raise TypeError(f"draft: expected 'lookup', None or a callable, got {type(draft).__name__}")

@@ -1,0 +1,201 @@
+"""The draft-verify-accept loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from replayssm.hf.attachment import attachment_of
+from replayssm.hf.cache import ReplayCache
+from replayssm.hf.drafts import Drafter
+from replayssm.hf.forward import Forward, group_by_length
+from replayssm.hf.sampling import Greedy, Gumbel
+from replayssm.hf.stats import GenerationStats
+from replayssm.hf.stopping import Rules
+
+
+class _Rows:
+    """The text of every row, and on demand as the tensors that processors and criteria want.
+
+    Attributes:
+        texts: prompt and new tokens, without padding.
+        prompt_lens: lengths of the prompts.
+    """
+
+    def __init__(self, prompts: Sequence[Sequence[int]], rules: Rules, pad_token_id: int) -> None:
+        self.texts = [list(prompt) for prompt in prompts]
+        self.prompt_lens = [len(prompt) for prompt in prompts]
+        self._max_new = rules.max_new_tokens
+        self._widths = [max(self.prompt_lens) if rules.padded_rows else length for length in self.prompt_lens]
+        self._ids: list[Tensor] = []
+        if rules.per_token:
+            for text, width in zip(self.texts, self._widths, strict=True):
+                ids = torch.full((1, width + self._max_new), pad_token_id, dtype=torch.int64)
+                ids[0, width - len(text) : width] = torch.tensor(text)
+                self._ids.append(ids)
+
+    def room(self, row: int) -> int:
+        """New tokens that the row may still have."""
+        return self._max_new - (len(self.texts[row]) - self.prompt_lens[row])
+
+    def tensor(self, row: int, new: Sequence[int]) -> Tensor:
+        """int64 ``[1, length]``: the row, followed by tokens that are not part of the text yet."""
+        end = self._widths[row] + len(self.texts[row]) - self.prompt_lens[row]
+        ids = self._ids[row]
+        if new:
+            ids[0, end : end + len(new)] = torch.tensor(new)
+        # A copy: processors and criteria may keep what they are given.
+        return ids[:, : end + len(new)].clone()
+
+    def append(self, row: int, new: Sequence[int]) -> None:
+        """Make tokens part of the text."""
+        if self._ids:
+            end = self._widths[row] + len(self.texts[row]) - self.prompt_lens[row]
+            self._ids[row][0, end : end + len(new)] = torch.tensor(new)
+        self.texts[row].extend(new)
+
+
+class Decoder:
+    """One generation: prompts in, new tokens out.
+
+    Args:
+        model: attached.
+        prompts: token ids of every row, none empty.
+        request_ids: identity of each row for the sampling noise.
+        sampler: chooses tokens from scores.
+        rules: when rows end.
+        drafter: where drafts come from; closed by the caller.
+        num_draft_tokens: longest draft.
+        window: the pool's window.
+        streamer: an object with ``put(tensor)`` and ``end()`` for a batch of one, or None.
+        pad_token_id: fills short rows where processors want padded ones.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[Sequence[int]],
+        request_ids: Sequence[int],
+        *,
+        sampler: Greedy | Gumbel,
+        rules: Rules,
+        drafter: Drafter,
+        num_draft_tokens: int,
+        window: int,
+        streamer: Any,
+        pad_token_id: int,
+    ) -> None:
+        self._model, self._sampler, self._rules, self._drafter = model, sampler, rules, drafter
+        self._num_draft_tokens, self._window, self._streamer = num_draft_tokens, window, streamer
+        self._requests = torch.tensor(request_ids)
+        self._rows = _Rows(prompts, rules, pad_token_id)
+        self._prompts = prompts
+        self._active = set(range(len(prompts)))
+        self._rounds = self._drafted = self._accepted = 0
+
+    @torch.no_grad()
+    def run(self) -> tuple[list[list[int]], GenerationStats]:
+        """Generate until every row has ended; returns the new tokens of each row and what it took."""
+        began = time.perf_counter()
+        max_tokens = min(self._num_draft_tokens + 1, self._rules.max_new_tokens)
+        with ReplayCache(
+            self._model, len(self._prompts), max_tokens=max_tokens, window=max(self._window, max_tokens)
+        ) as cache:
+            forward = Forward(self._model, cache)
+            self._drafter.start(self._prompts)
+            for rows in group_by_length(self._prompts):
+                cache.select(rows)
+                logits = forward([self._prompts[row] for row in rows], last_only=True)
+                self._take(rows, logits, [[] for _ in rows])
+            prefilled = time.perf_counter()
+            while self._active:
+                self._round(cache, forward)
+            stats = self._stats(cache, time.perf_counter() - began, prefilled - began)
+        if self._streamer is not None:
+            self._streamer.end()
+        new = [text[start:] for text, start in zip(self._rows.texts, self._rows.prompt_lens, strict=True)]
+        return new, stats
+
+    def _round(self, cache: ReplayCache, forward: Forward) -> None:
+        rows, texts = sorted(self._active), self._rows.texts
+        limits = [min(self._num_draft_tokens, self._rows.room(row) - 1) for row in rows]
+        drafts = self._drafter.propose(rows, limits)
+        width = 1 + max(map(len, drafts))
+        # Behind a shorter draft the window is filled with a token that is scored and never accepted.
+        windows = [
+            [texts[row][-1], *draft, *[0] * (width - 1 - len(draft))] for row, draft in zip(rows, drafts, strict=True)
+        ]
+        cache.select(rows)
+        logits = forward(windows)
+        counts = self._take(rows, logits, drafts)
+        # Of a row that gained n tokens the window holds n rows of the text: the one before them and n - 1 drafts.
+        cache.accept(counts)
+        self._rounds += 1
+        self._drafted += sum(map(len, drafts))
+        self._accepted += sum(counts) - len(counts)
+
+    def _take(self, rows: Sequence[int], logits: Tensor, drafts: Sequence[Sequence[int]]) -> list[int]:
+        """Turn scores into text: accept, end rows, tell drafter and streamer. Returns the new tokens' counts."""
+        if self._rules.per_token:
+            results = [
+                self._decide(row, scores, draft) for row, scores, draft in zip(rows, logits, drafts, strict=True)
+            ]
+        else:
+            first = torch.tensor([[len(self._rows.texts[row])] for row in rows])
+            positions = first + torch.arange(logits.shape[1])
+            choices = self._sampler.choose(logits, self._requests[list(rows)], positions).tolist()
+            results = [
+                self._rules.cut(choice, draft, self._rows.room(row))
+                for row, choice, draft in zip(rows, choices, drafts, strict=True)
+            ]
+        for row, (new, ended) in zip(rows, results, strict=True):
+            self._rows.append(row, new)
+            self._drafter.extend(row, new)
+            if self._streamer is not None:
+                for token in new:
+                    self._streamer.put(torch.tensor([token]))
+            if ended:
+                self._active.discard(row)
+        return [len(new) for new, _ in results]
+
+    def _decide(self, row: int, logits: Tensor, draft: Sequence[int]) -> tuple[list[int], bool]:
+        """Accept a draft token by token, with processors before and criteria behind each."""
+        rules, length = self._rules, len(self._rows.texts[row])
+        new: list[int] = []
+        tokens, room = self._rows.tensor(row, new), self._rows.room(row)
+        for place in range(len(draft) + 1):
+            scores = rules.process(tokens, logits[place : place + 1].clone())
+            position = torch.tensor([[length + place]])
+            chosen = self._sampler.choose(scores[:, None], self._requests[row : row + 1], position)
+            new.append(int(chosen))
+            tokens = self._rows.tensor(row, new)
+            if rules.ends(tokens, scores, room - len(new)):
+                return new, True
+            if place < len(draft) and new[-1] != draft[place]:
+                break
+        return new, False
+
+    def _stats(self, cache: ReplayCache, seconds: float, prefill_seconds: float) -> GenerationStats:
+        attachment = attachment_of(self._model)
+        assert attachment is not None
+        read, written = cache.moved_bytes()
+        lengths = zip(self._rows.texts, self._rows.prompt_lens, strict=True)
+        return GenerationStats(
+            new_tokens=sum(len(text) - start for text, start in lengths),
+            rounds=self._rounds,
+            drafted=self._drafted,
+            accepted=self._accepted,
+            seconds=seconds,
+            prefill_seconds=prefill_seconds,
+            pool_bytes=cache.pool.bytes(),
+            slot_bytes=cache.pool.bytes_per_slot(),
+            state_bytes_read=read,
+            state_bytes_written=written,
+            flushes=cache.traffic.flushed,
+            exact=attachment.padding.exact,
+        )

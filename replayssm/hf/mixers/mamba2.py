@@ -1,0 +1,138 @@
+"""transformers' ``Mamba2Mixer``: its own projections and gated norm around our convolution and scan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from replayssm.cache import Mamba2Buffers, Mamba2Layer
+from replayssm.conv import causal_conv1d_replay
+from replayssm.cursors import Cursors
+from replayssm.mamba import checkpointing_ssu
+
+MIXER_CLASS = "Mamba2Mixer"
+
+
+def layer_shape(mixer: Any) -> Mamba2Layer:
+    """Sizes of the mixer's recurrent layer."""
+    return Mamba2Layer(
+        nheads=mixer.num_heads,
+        headdim=mixer.head_dim,
+        dstate=mixer.ssm_state_size,
+        ngroups=mixer.n_groups,
+        conv_width=mixer.conv_kernel_size,
+    )
+
+
+def linears(mixer: Any) -> list[nn.Linear]:
+    """The mixer's linear layers."""
+    return [mixer.in_proj, mixer.out_proj]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The mixer's small parameters in the shapes that the ops take, made once per cache.
+
+    Attributes:
+        conv_weight: ``[channels, width]``, stored tap by tap.
+        conv_bias: ``[channels]`` or None.
+        A: ``-exp(A_log)``, ``[nheads, headdim, dstate]`` with strides (1, 0, 0).
+        D: ``[nheads, headdim]`` with strides (1, 0).
+        dt_bias: like ``D``.
+        dt_limit: bounds of the time step after bias and softplus.
+        activation: what the convolution applies itself, None when the mixer's own module has to.
+    """
+
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+    A: Tensor
+    D: Tensor
+    dt_bias: Tensor
+    dt_limit: tuple[float, float]
+    activation: str | None
+
+
+def prepare(mixer: Any) -> Weights:
+    """Compute a mixer's ``Weights`` from the parameters it has now."""
+    heads, headdim, dstate = mixer.num_heads, mixer.head_dim, mixer.ssm_state_size
+    bias = mixer.conv1d.bias
+    low, high = mixer.time_step_limit
+    return Weights(
+        conv_weight=mixer.conv1d.weight.detach().squeeze(1).t().contiguous().t(),
+        conv_bias=None if bias is None else bias.detach(),
+        A=(-torch.exp(mixer.A_log.detach().float()))[:, None, None].expand(heads, headdim, dstate),
+        D=mixer.D.detach().float()[:, None].expand(heads, headdim),
+        dt_bias=mixer.dt_bias.detach().float()[:, None].expand(heads, headdim),
+        dt_limit=(float(low), float(high)),
+        activation="silu" if mixer.activation in ("silu", "swish") else None,
+    )
+
+
+def replay_forward(
+    mixer: Any,
+    weights: Weights,
+    hidden_states: Tensor,
+    buffers: Mamba2Buffers,
+    cursors: Cursors,
+    slots: Tensor,
+    window: int,
+    rand_seed: Tensor | None,
+) -> Tensor:
+    """Score new tokens from a pool's checkpoint and ring.
+
+    Args:
+        mixer: the attached module.
+        weights: ``prepare(mixer)``.
+        hidden_states: ``[batch, tokens, hidden]`` fp32.
+        buffers: this layer's buffers, written in place (rings always, the state at a flush).
+        cursors: read only; a commit moves them.
+        slots: int64 ``[batch]``.
+        window: the pool's window.
+        rand_seed: the pool's seed for stochastic rounding or None.
+
+    Returns:
+        ``[batch, tokens, hidden]``.
+    """
+    batch, tokens, _ = hidden_states.shape
+    heads, headdim, groups, dstate = mixer.num_heads, mixer.head_dim, mixer.n_groups, mixer.ssm_state_size
+    inner, shared = heads * headdim, groups * dstate
+    gate, conv_in, dt = mixer.in_proj(hidden_states).split([inner, inner + 2 * shared, heads], dim=-1)
+    conv_out = causal_conv1d_replay(
+        buffers.conv_rows,
+        cursors.conv_start,
+        conv_in,
+        weights.conv_weight,
+        weights.conv_bias,
+        activation=weights.activation,
+        state_batch_indices=slots,
+    )
+    if weights.activation is None:
+        conv_out = mixer.act(conv_out)
+    x, B, C = conv_out.split([inner, shared, shared], dim=-1)
+    y = checkpointing_ssu(
+        buffers.state,
+        buffers.x_cache,
+        buffers.B_cache,
+        buffers.dt_cache,
+        cursors.ring_start,
+        cursors.num_live,
+        x.view(batch, tokens, heads, headdim),
+        dt[..., None].expand(-1, -1, -1, headdim),
+        weights.A,
+        B.view(batch, tokens, groups, dstate),
+        C.view(batch, tokens, groups, dstate),
+        None,
+        weights.D,
+        None,
+        weights.dt_bias,
+        True,
+        slots,
+        state_scale=buffers.state_scale,
+        rand_seed=rand_seed,
+        max_window=window,
+        dt_limit=weights.dt_limit,
+    )
+    return mixer.out_proj(mixer.norm(y.view(batch, tokens, inner), gate))

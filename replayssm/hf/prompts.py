@@ -1,0 +1,53 @@
+"""Padded batches in, padded batches out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from replayssm.checks import check_dtype, check_shape
+
+
+def strip_padding(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> list[list[int]]:
+    """Token ids of every row without its padding.
+
+    Args:
+        input_ids: int64 or int32 ``[batch, length]``.
+        attention_mask: the same shape, nonzero where there is a token; the zeros of a row lie on its left, on its
+            right, or on both sides. None: no padding.
+        vocab_size: ids of tokens must lie below.
+
+    Raises:
+        ValueError: wrong shape or dtype, an empty row, a hole in a row, or an id outside the vocabulary.
+    """
+    sizes: dict[str, int] = {}
+    check_shape("input_ids", input_ids, "batch length", sizes)
+    check_dtype("input_ids", input_ids, torch.int64, torch.int32)
+    if not sizes["batch"]:
+        raise ValueError("input_ids: expected at least one row, got none")
+    rows = input_ids.tolist()
+    masks: list[list[int]] = [[1] * sizes["length"]] * sizes["batch"]
+    if attention_mask is not None:
+        check_shape("attention_mask", attention_mask, "batch length", sizes)
+        masks = (attention_mask != 0).int().tolist()
+    prompts = []
+    for number, (row, mask) in enumerate(zip(rows, masks, strict=True)):
+        if 1 not in mask:
+            raise ValueError(f"input_ids: expected at least one token in every row, got an empty row {number}")
+        begin, count = mask.index(1), sum(mask)
+        if 0 in mask[begin : begin + count]:
+            raise ValueError(f"attention_mask: expected padding at the ends of a row only, got a hole in row {number}")
+        prompt = row[begin : begin + count]
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            raise ValueError(f"input_ids: expected token ids in 0..{vocab_size - 1}, got another one in row {number}")
+        prompts.append(prompt)
+    return prompts
+
+
+def join(input_ids: Tensor, new_tokens: Sequence[Sequence[int]], pad_token_id: int) -> Tensor:
+    """The input as it came, followed by each row's new tokens, padded on the right to the longest row."""
+    width = max(map(len, new_tokens))
+    padded = [[*new, *[pad_token_id] * (width - len(new))] for new in new_tokens]
+    return torch.cat([input_ids, torch.tensor(padded, dtype=input_ids.dtype, device=input_ids.device)], dim=1)

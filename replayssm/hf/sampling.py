@@ -1,0 +1,116 @@
+"""Choosing tokens: greedy, or sampling whose randomness belongs to a token's place in its text.
+
+Sampling adds Gumbel noise to the log-probabilities and takes the largest sum, which draws exactly from the softmax
+(Gumbel 1954; Maddison, Tarlow and Minka 2014). The noise of a token is a pure function of (seed, request, position,
+token id). A draft token is accepted when it is the one that would have been drawn at its place, so the distribution is
+the model's own and the text is the same with and without drafts, alone and in any batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from replayssm.rounding import philox4x32
+
+# Fourth counter word: keeps this stream apart from other uses of the same generator under the same seed.
+_STREAM = 0x47554D42
+_WORD = 0xFFFFFFFF
+
+
+def gumbel_noise(seed: int, requests: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise for every token id at the given places.
+
+    ``-log(-log(u))`` with ``u = (r + 1/2) / 2^32`` and ``r`` a 32-bit word of Philox-4x32-10 under the key ``seed`` and
+    the counter ``(token id // 4, position, request, constant)``.
+
+    Args:
+        seed: 64 bits are used.
+        requests: int64, any shape, identity of the text, in ``0..2^32-1``.
+        positions: int64, broadcastable to ``requests``, index of the token in its text.
+        vocab_size: number of token ids.
+
+    Returns:
+        float64 of the broadcast shape plus ``[vocab_size]``.
+
+    Example:
+        >>> import torch
+        >>> gumbel_noise(7, torch.tensor([0, 1]), torch.tensor([5, 5]), 11).shape
+        torch.Size([2, 11])
+    """
+    requests, positions = torch.broadcast_tensors(requests, positions)
+    blocks = torch.arange((vocab_size + 3) // 4, dtype=torch.int64, device=requests.device)
+    counter = torch.broadcast_tensors(
+        blocks, positions[..., None] & _WORD, requests[..., None] & _WORD, torch.full_like(blocks, _STREAM)
+    )
+    key = (seed & _WORD, (seed >> 32) & _WORD)
+    words = torch.stack(philox4x32(counter, key), dim=-1).flatten(-2)[..., :vocab_size]
+    uniform = (words.to(torch.float64) + 0.5) * 2.0**-32
+    return uniform.log_().neg_().log_().neg_()
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """Take the most likely token; of equal ones the smallest id."""
+
+    def choose(self, logits: Tensor, requests: Tensor, positions: Tensor) -> Tensor:
+        """Return int64 ``[rows, tokens]``, the argmax of ``logits`` ``[rows, tokens, vocab]``."""
+        return logits.argmax(dim=-1)
+
+
+@dataclass(frozen=True)
+class Gumbel:
+    """Sample from ``softmax(logits / temperature)`` after the top-k and then the top-p cut.
+
+    Attributes:
+        seed: key of the noise.
+        temperature: > 0.
+        top_k: keep the k most likely tokens (all that tie with the k-th one), None for all.
+        top_p: keep the most likely tokens while those before them hold less than this probability, None for all.
+    """
+
+    seed: int
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(
+                f"temperature: expected a number > 0 (for the most likely token set do_sample=False), "
+                f"got {self.temperature}"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k: expected a number >= 1 or None, got {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: expected 0 < top_p <= 1 or None, got {self.top_p}")
+
+    def choose(self, logits: Tensor, requests: Tensor, positions: Tensor) -> Tensor:
+        """Draw one token per place.
+
+        Args:
+            logits: ``[rows, tokens, vocab]``, any float dtype.
+            requests: int64 ``[rows]``.
+            positions: int64 ``[rows, tokens]``.
+
+        Returns:
+            int64 ``[rows, tokens]``.
+        """
+        scores = logits.to(torch.float64) / self.temperature
+        if self.top_k is not None and self.top_k < scores.shape[-1]:
+            smallest = scores.topk(self.top_k, dim=-1).values[..., -1:]
+            scores = scores.masked_fill(scores < smallest, -torch.inf)
+        if self.top_p is not None and self.top_p < 1:
+            scores = _keep_top_p(scores, self.top_p)
+        return (scores + gumbel_noise(self.seed, requests[:, None], positions, scores.shape[-1])).argmax(dim=-1)
+
+
+def _keep_top_p(scores: Tensor, top_p: float) -> Tensor:
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    probabilities = ordered.softmax(dim=-1)
+    mass_before = probabilities.cumsum(dim=-1) - probabilities
+    dropped = torch.zeros_like(mass_before, dtype=torch.bool).scatter(-1, order, mass_before >= top_p)
+    dropped.scatter_(-1, order[..., :1], False)  # the most likely token stays whatever the rounding of the sums
+    return scores.masked_fill(dropped, -torch.inf)
