@@ -61,7 +61,7 @@ $(VENV)/.installed-hf: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
-	@echo "== installing replayssm[dev] into $(VENV) (torch is large: about a minute)"
+	@echo "== installing replayssm[dev] into $(VENV) (about a minute)"
 	@$(VENV)/bin/python $(INSTALL) -c constraints.txt -e '.[dev]'
 	@touch $@ $(VENV)/.installed-hf
 

@@ -34,7 +34,7 @@ def _save_model(folder: Path, seed: int) -> str:
     tokenizer.decoder = decoders.ByteLevel()
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     config = transformers.Mamba2Config(
-        num_heads=6, head_dim=8, hidden_size=24, state_size=5, n_groups=2, num_hidden_layers=2, vocab_size=256,
+        num_heads=6, head_dim=12, hidden_size=36, state_size=40, n_groups=2, num_hidden_layers=2, vocab_size=256,
         conv_kernel=3, expand=2, chunk_size=16, tie_word_embeddings=True,
         eos_token_id=None, pad_token_id=None, bos_token_id=None,
     )  # fmt: skip
@@ -197,7 +197,7 @@ def test_compare(capsys, model):
     arguments = ["generate", model, "--prompt", PROMPT, "--max-new-tokens", "24", "--compare"]
     assert main(arguments) == 0
     out = capsys.readouterr().out
-    for words in ("transformers", "tokens/s", "accept rate", "state read", "snapshots", "token for token equal"):
+    for words in ("transformers", "tokens/s", "accept", "state read", "snapshots", "token for token equal"):
         assert words in out, out
     report = _json(capsys, *arguments)
     assert [way["name"] for way in report["ways"]] == ["transformers", "replay", "replay + drafts"]
@@ -244,6 +244,26 @@ def test_text_steps_add_up_to_the_whole():
         pieces = [steps.add(list(text[i : i + size])) for i in range(0, len(text), size)]
         assert "".join(pieces) + steps.add([], last=True) == text.decode(errors="replace")
         assert len([piece for piece in pieces if piece]) >= 4  # it does stream
+
+
+def test_the_text_cannot_steer_the_terminal():
+    from io import StringIO
+
+    from rich.console import Console
+
+    from replayssm.cli.stream import LiveStream
+
+    screen = StringIO()
+    console = Console(file=screen, force_terminal=True, width=40)
+    with LiveStream(lambda ids: bytes(ids).decode(errors="replace"), console, "prompt\x1b]0;a title\x07") as stream:
+        stream.put(torch.tensor([[0]]))
+        stream.put(torch.tensor(list(b" text\x1b]0;other\x07 end\n[bold]")))
+        stream.on_round(4, 3)
+        stream.put(torch.tensor([33]))
+        stream.end()
+    assert "\x1b]" not in screen.getvalue() and "\x07" not in screen.getvalue()
+    assert "[bold]!" in screen.getvalue()  # markup is text too
+    assert "75% of the drafts accepted" in stream._status().plain
 
 
 def test_a_terminal_shows_a_live_line(model):

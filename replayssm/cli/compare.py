@@ -152,7 +152,15 @@ def _way(way: Way, base: Way, state: int) -> dict[str, Any]:
 
 
 def _print(report: dict[str, Any], console: Console) -> None:
-    columns = ("", "tokens/s", "speed", "accept rate", "tokens a round", "state read", "written, per token")
+    columns = (
+        "",
+        "tokens/s",
+        "speed",
+        "accept\nrate",
+        "tokens\na round",
+        "state read\na token",
+        "state written\na token",
+    )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", no_wrap=True)

@@ -15,6 +15,9 @@ PROMPT_SHOWN = 400  # characters of the prompt that a terminal shows before the 
 INCOMPLETE = "\ufffd"  # what decoding makes of a character whose bytes have not all come yet
 LONGEST_INCOMPLETE = 32  # tokens to wait for them; more than that is no text
 
+# A model may write control characters; a terminal would obey them.
+HARMLESS = {code: INCOMPLETE for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
+
 
 class TextSteps:
     """Turns tokens into pieces of text whose concatenation is the decoded whole, at a cost that does not grow.
@@ -81,7 +84,7 @@ class LiveStream:
         self._console = console
         self._live = Live(console=console, refresh_per_second=12, transient=True)
         shown = prompt if len(prompt) <= PROMPT_SHOWN else "… " + prompt[-PROMPT_SHOWN:]
-        self._growing = Text.assemble((shown, "dim"))
+        self._growing = Text.assemble((shown.translate(HARMLESS), "dim"))
         self._in_prompt = True
         self._tokens = self._drafted = self._accepted = 0
         self._started = 0.0
@@ -116,7 +119,7 @@ class LiveStream:
 
     def _advance(self, text: str) -> None:
         """Print the lines that are complete with ``text`` and redraw what grows."""
-        self._growing.append(text)
+        self._growing.append(text.translate(HARMLESS))
         *complete, self._growing = self._growing.wrap(self._console, self._console.width)
         for line in complete:
             self._console.print(line)

@@ -80,7 +80,8 @@ def generate(
             padding, before temperature, top-k and top-p.
         stopping_criteria: transformers criteria, called likewise behind every token; a stop inside an accepted draft
             cuts the text there.
-        streamer: gets the prompt and every token as in transformers; for a batch of one.
+        streamer: gets the prompt and every token as in transformers; for a batch of one. If it has a method
+            ``on_round(drafted, accepted)``, that is called behind every round with its counts.
         window: ring rows that are replayed before they are folded into the state, 1..64; raised to
             ``num_draft_tokens + 1`` if it is smaller.
         return_stats: return ``(sequences, GenerationStats)``.

@@ -72,7 +72,8 @@ class Decoder:
         drafter: where drafts come from; closed by the caller.
         num_draft_tokens: longest draft.
         window: the pool's window.
-        streamer: an object with ``put(tensor)`` and ``end()`` for a batch of one, or None.
+        streamer: an object with ``put(tensor)`` and ``end()`` for a batch of one, or None; if it has
+            ``on_round(drafted, accepted)``, that hears of every round.
         pad_token_id: fills short rows where processors want padded ones.
     """
 
@@ -138,6 +139,8 @@ class Decoder:
         self._rounds += 1
         self._drafted += sum(map(len, drafts))
         self._accepted += sum(counts) - len(counts)
+        if hasattr(self._streamer, "on_round"):
+            self._streamer.on_round(sum(map(len, drafts)), sum(counts) - len(counts))
 
     def _take(self, rows: Sequence[int], logits: Tensor, drafts: Sequence[Sequence[int]]) -> list[int]:
         """Turn scores into text: accept, end rows, tell drafter and streamer. Returns the new tokens' counts."""
