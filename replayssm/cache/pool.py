@@ -1,0 +1,340 @@
+"""A pool of slots: everything that belongs to a request of a decoder with Mamba-2 layers, and its lifecycle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from replayssm import cursors as cursor_rule
+from replayssm.cache.mamba2 import Mamba2Buffers, Mamba2Layer, ring_lengths
+from replayssm.cache.materialize import Materializer
+from replayssm.cache.slots import CapacityError, Slots, SlotTable
+from replayssm.checks import check_device, check_dtype, check_range, check_shape, checked_mode
+from replayssm.cursors import Cursors
+from replayssm.rounding import encode
+
+__all__ = ["CapacityError", "ReplayPool"]
+
+
+class ReplayPool:
+    """Checkpoints, rings and cursors of ``num_slots`` requests for all recurrent layers of a model.
+
+    The life of a slot: ``allocate``, ``write_state`` for every layer (prefill), then step by step: the ops verify T
+    tokens, ``commit`` keeps some of them; ``free`` at the end. ``fork`` and ``copy`` duplicate a slot at any time,
+    ``materialize`` between a commit and the next verify only. All layers share the cursors. ``docs/cache.md`` tells
+    the rules.
+
+    Slot arguments are int32 or int64 tensors ``[n]`` or lists of ints, of slots in use. Their values are checked on
+    the CPU, on other devices with ``REPLAYSSM_CHECK=1`` (and always when they are lists). A call that raises has
+    changed nothing.
+
+    Args:
+        layers: sizes of every recurrent layer, in the model's order.
+        num_slots: slots, at least 1.
+        window: most ring rows that may be replayed before they are folded into the checkpoint. It stays fixed while
+            the number of tokens a step changes; pass it to the op as ``max_window``.
+        max_tokens: most tokens of one step, in ``1..window``.
+        state_dtype: type of the checkpoints: float32, bfloat16, float16, int8 or float8_e4m3fn (with scales).
+        activation_dtype: type of the rings: float32, bfloat16 or float16.
+        stochastic_rounding: keep a seed, ``rand_seed``, that every commit advances; pass it to the op. Not for
+            float32 checkpoints, which are not rounded.
+        seed: first value of it.
+        device: where the tensors live.
+
+    Attributes:
+        layers: as given.
+        buffers: one :class:`Mamba2Buffers` per layer.
+        cursors: the :class:`replayssm.cursors.Cursors` of all slots.
+        num_slots, window, max_tokens: as given.
+        ring_len: rows of the replay ring, ``window + max_tokens``.
+        conv_len: rows of the convolution's ring, largest width - 1 + ``max_tokens``.
+        rand_seed: int64 ``[1]`` or None.
+
+    Raises:
+        ValueError: an argument out of range.
+
+    Example:
+        >>> import torch
+        >>> pool = ReplayPool([Mamba2Layer(nheads=4, headdim=8, dstate=16, ngroups=2, conv_width=4)], num_slots=3)
+        >>> slots = pool.allocate(2)
+        >>> pool.commit(slots, torch.tensor([3, 0]), seq_len=4)
+        >>> pool.cursors.num_live.tolist(), pool.num_free, pool.bytes_per_slot()
+        ([3, 0, 0], 1, 12816)
+        >>> pool.free(slots)
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Mamba2Layer],
+        num_slots: int,
+        *,
+        window: int = 16,
+        max_tokens: int = 8,
+        state_dtype: torch.dtype = torch.float32,
+        activation_dtype: torch.dtype = torch.float32,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if num_slots < 1:
+            raise ValueError(f"num_slots: expected at least 1, got {num_slots}")
+        if stochastic_rounding and state_dtype == torch.float32:
+            raise ValueError("stochastic_rounding: expected a state_dtype that is rounded, got torch.float32")
+        self.layers = list(layers)
+        self.ring_len, self.conv_len = ring_lengths(self.layers, window, max_tokens)
+        self.num_slots, self.window, self.max_tokens = num_slots, window, max_tokens
+        self.device = torch.device(device)
+        self.buffers = [
+            Mamba2Buffers.allocate(
+                layer,
+                num_slots,
+                ring_len=self.ring_len,
+                conv_len=self.conv_len,
+                state_dtype=state_dtype,
+                activation_dtype=activation_dtype,
+                device=self.device,
+            )
+            for layer in self.layers
+        ]
+        self.cursors = Cursors.allocate(num_slots, self.device)
+        self.rand_seed = torch.tensor([seed], device=self.device) if stochastic_rounding else None
+        self._table = SlotTable(num_slots, self.device)
+        self._materializer = Materializer(self.layers, self.buffers, self.window, self.ring_len)
+
+    # ---- slots
+
+    @property
+    def num_free(self) -> int:
+        """Slots that are not in use."""
+        return self._table.num_free
+
+    def can_allocate(self, n: int) -> bool:
+        """Whether ``allocate(n)`` and a fork of n slots would succeed."""
+        return n <= self.num_free
+
+    def allocate(self, n: int = 1) -> Tensor:
+        """Take ``n`` slots (at least 0) and zero every field of them.
+
+        Returns:
+            int64 ``[n]``.
+
+        Raises:
+            CapacityError: fewer than ``n`` slots are free.
+        """
+        slots = self._take(n)
+        self._zero(slots)
+        return slots
+
+    def free(self, slots: Slots) -> None:
+        """Give slots back. Their contents stay until the slot is allocated again, and are never read.
+
+        Raises:
+            ValueError: a slot is not in use or is named twice.
+        """
+        self._table.give_back(slots)
+
+    def reset(self, slots: Slots) -> None:
+        """Zero every field of the slots: states, scales, rings, convolution rows and cursors."""
+        self._zero(self._table.resolve("slots", slots))
+
+    def fork(self, src_slots: Slots) -> Tensor:
+        """Take new slots that hold copies of everything the given ones hold; one slot may be named several times.
+
+        Returns:
+            int64 ``[n]``, in the order of ``src_slots``.
+
+        Raises:
+            CapacityError: too few slots are free.
+        """
+        src = self._table.resolve("src_slots", src_slots, distinct=False)
+        dst = self._take(src.numel())
+        self._copy(src, dst)
+        return dst
+
+    def copy(self, src_slots: Slots, dst_slots: Slots) -> None:
+        """Copy everything of ``src_slots[i]`` to ``dst_slots[i]``, as if all were read before one is written.
+
+        Args:
+            src_slots: ``[n]``; one slot may be named several times.
+            dst_slots: ``[n]``, distinct.
+        """
+        src = self._table.resolve("src_slots", src_slots, distinct=False)
+        dst = self._table.resolve("dst_slots", dst_slots)
+        _check_same_length(src, dst)
+        self._copy(src, dst)
+
+    # ---- one request's life
+
+    def write_state(self, layer_index: int, slots: Slots, state: Tensor, conv_window: Tensor) -> None:
+        """Store what a prefill has computed, in slots that are freshly allocated or reset.
+
+        Args:
+            layer_index: which layer.
+            slots: ``[n]``, distinct.
+            state: final states ``[n, nheads, headdim, dstate]``, any floating type; rounded to the nearest.
+            conv_window: inputs of the convolution at the last tokens, oldest first, zero before the first token:
+                ``[n, conv_channels, conv_width - 1]``, any floating type.
+
+        Raises:
+            ValueError: wrong index, shape, dtype or device, or a cursor of a slot is not zero (read as slots are).
+        """
+        check_range("layer_index", layer_index, 0, len(self.layers) - 1)
+        slots = self._table.resolve("slots", slots)
+        layer, buffers = self.layers[layer_index], self.buffers[layer_index]
+        history = layer.conv_width - 1
+        sizes = {"n": slots.numel(), "nheads": layer.nheads, "headdim": layer.headdim, "dstate": layer.dstate}
+        check_shape("state", state, "n nheads headdim dstate", sizes)
+        sizes |= {"conv_channels": layer.conv_channels, "conv_width-1": history}
+        check_shape("conv_window", conv_window, "n conv_channels conv_width-1", sizes)
+        for name, tensor in (("state", state), ("conv_window", conv_window)):
+            check_dtype(name, tensor, torch.float32, torch.float64, torch.bfloat16, torch.float16)
+            check_device(name, tensor, buffers.state.device)
+        if self._reads_values() and any(bool(cursor[slots].any()) for _, cursor in self._cursor_fields()):
+            raise ValueError("slots: expected slots without live rows (reset them first), got some in use by tokens")
+        codes, scale = encode(state.float(), buffers.state.dtype)
+        _as_plain(buffers.state)[slots] = _as_plain(codes)
+        if buffers.state_scale is not None and scale is not None:
+            buffers.state_scale[slots] = scale
+        buffers.conv_rows[slots, :history] = conv_window.transpose(1, 2).to(buffers.conv_rows.dtype)
+
+    def commit(self, slots: Slots, num_accepted: Tensor | Sequence[int], seq_len: Tensor | Sequence[int] | int) -> None:
+        """Keep the first ``num_accepted`` of the tokens that the step just verified; once a step, for all layers.
+
+        Args:
+            slots: ``[n]``, distinct; a negative slot is padding.
+            num_accepted: ``[n]``, in ``0..seq_len``.
+            seq_len: tokens that the verify saw, one number or ``[n]``, in ``0..max_tokens``; 0 changes nothing.
+
+        Raises:
+            ValueError: wrong shape or dtype, or a value out of range (read as slots are).
+        """
+        slots = self._table.resolve("slots", slots, padding=True)
+        num_accepted = self._integers(num_accepted)
+        seq_lens = seq_len if isinstance(seq_len, int) else self._integers(seq_len)
+        cursor_rule.commit(
+            self.cursors,
+            slots,
+            seq_lens,
+            num_accepted,
+            window=self.window,
+            ring_len=self.ring_len,
+            conv_len=self.conv_len,
+        )
+        if self.rand_seed is not None:
+            self.rand_seed += 1
+
+    def materialize(
+        self, src_slots: Slots, dst_slots: Slots, rewind: Tensor | Sequence[int], A: Sequence[Tensor]
+    ) -> None:
+        """Write the state ``rewind`` tokens before the newest committed one into other slots, as a checkpoint.
+
+        Call it between a commit and the next verify. ``dst_slots`` get the state (rounded to the nearest), the
+        convolution's history and cursors at zero, hence no live rows; a request can go on from there. A source is
+        unchanged, unless it is its own destination, which takes tokens back in place.
+
+        Args:
+            src_slots: ``[n]``; one slot may be named several times.
+            dst_slots: ``[n]``, distinct; ``dst_slots[i]`` may be ``src_slots[i]`` but no other source.
+            rewind: ``[n]``, in ``0..`` the slot's last ``num_accepted``: a convolution window from before that
+                commit is gone.
+            A: per layer the heads' decay rates ``[nheads]`` as the op takes them (its broadcast view ``[nheads,
+                headdim, dstate]`` will do), negative, one dtype.
+
+        Raises:
+            ValueError: wrong shape or dtype, or a value out of range (read as slots are).
+        """
+        src = self._table.resolve("src_slots", src_slots, distinct=False)
+        dst = self._table.resolve("dst_slots", dst_slots)
+        _check_same_length(src, dst)
+        rewind = self._integers(rewind)
+        check_shape("rewind", rewind, "n", {"n": src.numel()})
+        check_dtype("rewind", rewind, torch.int32, torch.int64)
+        if self._reads_values():
+            self._check_rewind(src.tolist(), dst.tolist(), rewind.tolist())
+        self._materializer.check_decays(A)
+        # Read every cursor before one is written: a destination may be its own source.
+        conv_first = self.cursors.conv_start[src] - rewind
+        self._materializer.write_states(src, dst, self.cursors.ring_start[src], self.cursors.num_live[src] - rewind, A)
+        for layer, buffers in zip(self.layers, self.buffers, strict=True):
+            history = torch.arange(layer.conv_width - 1, device=self.device)
+            rows = (conv_first.unsqueeze(1) + history) % self.conv_len
+            buffers.conv_rows[dst, : layer.conv_width - 1] = buffers.conv_rows[src.unsqueeze(1), rows]
+        cursor_rule.reset(self.cursors, dst)
+
+    # ---- bytes
+
+    def bytes(self) -> int:
+        """Bytes of all tensors of the pool."""
+        return sum(self.bytes_by_field().values())
+
+    def bytes_per_slot(self) -> int:
+        """Bytes of one slot, cursors included."""
+        return sum(tensor[:1].nbytes for _, tensor in self._slotted())
+
+    def bytes_by_field(self) -> dict[str, int]:
+        """Bytes of all slots and layers by the name of the field, and of ``rand_seed`` if there is one."""
+        counts: dict[str, int] = {}
+        for name, tensor in self._slotted():
+            counts[name] = counts.get(name, 0) + tensor.nbytes
+        if self.rand_seed is not None:
+            counts["rand_seed"] = self.rand_seed.nbytes
+        return counts
+
+    # ---- inside
+
+    def _slotted(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor with one entry per slot, and its field's name."""
+        for buffers in self.buffers:
+            for field in fields(buffers):
+                tensor = getattr(buffers, field.name)
+                if tensor is not None:
+                    yield field.name, tensor
+        yield from self._cursor_fields()
+
+    def _cursor_fields(self) -> Iterator[tuple[str, Tensor]]:
+        for field in fields(self.cursors):
+            yield field.name, getattr(self.cursors, field.name)
+
+    def _take(self, n: int) -> Tensor:
+        if n < 0:
+            raise ValueError(f"n: expected at least 0, got {n}")
+        return self._table.take(n)
+
+    def _zero(self, slots: Tensor) -> None:
+        for _, tensor in self._slotted():
+            _as_plain(tensor).index_fill_(0, slots, 0)
+
+    def _copy(self, src: Tensor, dst: Tensor) -> None:
+        for _, tensor in self._slotted():
+            plain = _as_plain(tensor)
+            plain.index_copy_(0, dst, plain.index_select(0, src))
+
+    def _reads_values(self) -> bool:
+        return self.device.type == "cpu" or checked_mode()
+
+    def _integers(self, values: Tensor | Sequence[int]) -> Tensor:
+        return values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def _check_rewind(self, src: list[int], dst: list[int], rewind: list[int]) -> None:
+        last_accepted = self.cursors.last_accepted.tolist()
+        for index, (source, target, back) in enumerate(zip(src, dst, rewind, strict=True)):
+            if not 0 <= back <= last_accepted[source]:
+                raise ValueError(
+                    f"rewind: expected 0 <= rewind <= {last_accepted[source]} (tokens that the last commit kept in "
+                    f"slot {source}; the convolution's window of an older token is gone), got {back}"
+                )
+            if target in src[:index] or target in src[index + 1 :]:
+                raise ValueError(f"dst_slots: expected no slot that another request reads, got {target}")
+
+
+def _as_plain(tensor: Tensor) -> Tensor:
+    """The same bytes in a type that can be indexed: 8-bit floats are seen as integers."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+
+def _check_same_length(src: Tensor, dst: Tensor) -> None:
+    if src.numel() != dst.numel():
+        raise ValueError(f"dst_slots: expected as many as src_slots, {src.numel()}, got {dst.numel()}")

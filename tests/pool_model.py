@@ -1,0 +1,190 @@
+"""A decoder with two Mamba-2 layers of odd sizes: its steps through a pool, and its truth over a list of tokens."""
+
+from dataclasses import fields
+
+import torch
+from torch.nn.functional import silu, softplus
+
+from replayssm.cache import Mamba2Layer
+from replayssm.conv import causal_conv1d_replay
+from replayssm.mamba import checkpointing_ssu
+
+VOCABULARY = 40
+NAN = float("nan")
+
+
+class Decoder:
+    """Each layer sees its own random embedding of the tokens; layers are not stacked, which hides nothing."""
+
+    def __init__(self, sizes=((4, 3, 5, 2, 3), (6, 2, 3, 3, 4)), seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        self.layers = [Mamba2Layer(*each) for each in sizes]
+        self.weights = []
+        for layer in self.layers:
+            heads, channels = layer.nheads, layer.conv_channels
+            self.weights.append(
+                {
+                    "inputs": torch.randn(VOCABULARY, channels, generator=generator),
+                    "dt": torch.randn(VOCABULARY, heads, generator=generator),
+                    "taps": torch.randn(channels, layer.conv_width, generator=generator) / 2,
+                    "bias": torch.randn(channels, generator=generator) / 2,
+                    "A": -0.1 - torch.rand(heads, generator=generator),
+                    "D": torch.randn(heads, generator=generator),
+                    "dt_bias": torch.randn(heads, generator=generator),
+                }
+            )
+
+    @property
+    def decays(self):
+        """A of every layer, as ``materialize`` takes it."""
+        return [weights["A"] for weights in self.weights]
+
+    def split(self, index, channels):
+        """Convolved channels [..., channels] -> x [..., H, P], B and C [..., G, N]."""
+        layer = self.layers[index]
+        groups = layer.ngroups * layer.dstate
+        x, B, C = channels.split([layer.nheads * layer.headdim, groups, groups], dim=-1)
+        return (
+            x.unflatten(-1, (layer.nheads, layer.headdim)),
+            B.unflatten(-1, (layer.ngroups, layer.dstate)),
+            C.unflatten(-1, (layer.ngroups, layer.dstate)),
+        )
+
+    def verify(self, pool, slots, tokens, *, index, lengths=None):
+        """Run one layer over int64 tokens [batch, T], or [1, total] with ``lengths``; pads are slots < 0."""
+        layer, weights, buffers = self.layers[index], self.weights[index], pool.buffers[index]
+        shape = (layer.nheads, layer.headdim, layer.dstate)
+        varlen = {}
+        if lengths is not None:
+            bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+            varlen = {"cu_seqlens": bounds, "max_seqlen": pool.max_tokens}
+        inputs, dt = weights["inputs"][tokens], weights["dt"][tokens]
+        if lengths is None:
+            inputs[slots < 0], dt[slots < 0] = NAN, NAN
+        channels = causal_conv1d_replay(
+            buffers.conv_rows, pool.cursors.conv_start, inputs.to(buffers.conv_rows.dtype), weights["taps"],
+            weights["bias"], activation="silu", state_batch_indices=slots, **varlen,
+        )  # fmt: skip
+        x, B, C = self.split(index, channels)
+        return checkpointing_ssu(
+            buffers.state, buffers.x_cache, buffers.B_cache, buffers.dt_cache, pool.cursors.ring_start,
+            pool.cursors.num_live, x, dt.unsqueeze(-1).expand(*dt.shape, layer.headdim),
+            weights["A"].view(-1, 1, 1).expand(shape), B, C, None,
+            D=weights["D"].unsqueeze(-1).expand(shape[:2]), dt_bias=weights["dt_bias"].unsqueeze(-1).expand(shape[:2]),
+            dt_softplus=True, state_batch_indices=slots, state_scale=buffers.state_scale, rand_seed=pool.rand_seed,
+            max_window=pool.window, **varlen,
+        )  # fmt: skip
+
+
+class History:
+    """The truth about one request: its tokens, and for every prefix of them each layer's state and output, in FP64."""
+
+    def __init__(self, decoder):
+        self.decoder = decoder
+        self.tokens = []
+        self.states = [
+            [torch.zeros(each.nheads, each.headdim, each.dstate, dtype=torch.float64)] for each in decoder.layers
+        ]
+        self.outputs = [[] for _ in decoder.layers]
+
+    def copy(self):
+        other = History(self.decoder)
+        other.tokens = list(self.tokens)
+        other.states = [list(states) for states in self.states]
+        other.outputs = [list(outputs) for outputs in self.outputs]
+        return other
+
+    def truncate(self, count):
+        del self.tokens[count:]
+        for states, outputs in zip(self.states, self.outputs, strict=True):
+            del states[count + 1 :]
+            del outputs[count:]
+
+    def conv_window(self, index, count, rows):
+        """The convolution's inputs at the ``rows`` tokens up to the ``count``-th, oldest first, else zero."""
+        inputs = self.decoder.weights[index]["inputs"].double()
+        window = torch.zeros(rows, inputs.shape[1], dtype=torch.float64)
+        known = self.tokens[max(count - rows, 0) : count]
+        if known:
+            window[rows - len(known) :] = inputs[known]
+        return window
+
+    def extend(self, tokens):
+        for token in tokens:
+            self.tokens.append(token)
+            for index, (layer, weights) in enumerate(zip(self.decoder.layers, self.decoder.weights, strict=True)):
+                window = self.conv_window(index, len(self.tokens), layer.conv_width)
+                channels = silu((window.t() * weights["taps"].double()).sum(1) + weights["bias"].double())
+                x, B, C = self.decoder.split(index, channels)
+                per_group = layer.nheads // layer.ngroups
+                B, C = B.repeat_interleave(per_group, 0), C.repeat_interleave(per_group, 0)
+                dt = softplus(weights["dt"][token].double() + weights["dt_bias"].double())
+                state = self.states[index][-1] * torch.exp(weights["A"].double() * dt)[:, None, None]
+                state = state + dt[:, None, None] * x[:, :, None] * B[:, None, :]
+                self.states[index].append(state)
+                self.outputs[index].append((state * C[:, None, :]).sum(-1) + weights["D"].double()[:, None] * x)
+        return self
+
+    def prefill(self, pool, slot):
+        """Write the newest state and window into a fresh slot."""
+        count = len(self.tokens)
+        for index, layer in enumerate(self.decoder.layers):
+            window = self.conv_window(index, count, layer.conv_width - 1)
+            pool.write_state(index, [slot], self.states[index][count][None], window.t()[None])
+
+    def assert_slot(self, pool, slot, count, **tolerance):
+        """The slot holds, with no live rows, the state after ``count`` tokens and the window that belongs to it."""
+        for index, layer in enumerate(self.decoder.layers):
+            buffers = pool.buffers[index]
+            torch.testing.assert_close(buffers.state[slot].double(), self.states[index][count], **tolerance)
+            history = buffers.conv_rows[slot, : layer.conv_width - 1].double()
+            window = self.conv_window(index, count, layer.conv_width - 1)
+            assert torch.equal(history, window.to(buffers.conv_rows.dtype).double())
+
+
+def every_tensor(pool):
+    """(name, tensor) of all that has a slot axis, found without the pool's own loop."""
+    found = [(f"{i}.{name}", value) for i, each in enumerate(pool.buffers) for name, value in vars(each).items()]
+    found += list(vars(pool.cursors).items())
+    return [(name, value) for name, value in found if value is not None]
+
+
+def as_bytes(tensor):
+    """The tensor's bytes, one row per slot."""
+    return tensor.contiguous().view(torch.uint8).view(tensor.shape[0], -1)
+
+
+def snapshot(pool):
+    return {name: as_bytes(tensor).clone() for name, tensor in every_tensor(pool)}
+
+
+def assert_same_bytes(pool, before, slots=slice(None)):
+    for name, tensor in every_tensor(pool):
+        assert torch.equal(as_bytes(tensor)[slots], before[name][slots]), name
+
+
+def poison_slot(pool, slot):
+    """What a careless tenant leaves behind: NaN in every float, numbers that are no cursors."""
+    for _, tensor in every_tensor(pool):
+        if tensor.dtype == torch.float8_e4m3fn:
+            tensor.view(torch.uint8)[slot] = 0x7F
+        else:
+            tensor[slot] = NAN if tensor.is_floating_point() else 113
+
+
+def poison_dead_rows(pool, slots):
+    """NaN in every ring row of the slots that is not live, and in every convolution row that is no history."""
+    for slot in slots:
+        start, live = int(pool.cursors.ring_start[slot]), int(pool.cursors.num_live[slot])
+        dead = [(start + j) % pool.ring_len for j in range(live, pool.ring_len)]
+        conv_start = int(pool.cursors.conv_start[slot])
+        for layer, buffers in zip(pool.layers, pool.buffers, strict=True):
+            buffers.x_cache[slot][:, dead] = NAN
+            buffers.B_cache[slot][:, dead] = NAN
+            buffers.dt_cache[slot][:, dead] = NAN
+            unused = [(conv_start + j) % pool.conv_len for j in range(layer.conv_width - 1, pool.conv_len)]
+            buffers.conv_rows[slot][unused] = NAN
+
+
+def cursor_values(pool, slot):
+    return {each.name: int(getattr(pool.cursors, each.name)[slot]) for each in fields(pool.cursors)}
