@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from replayssm.mamba.requests import Request, plan, plan_copies
-from replayssm.mamba.slots import Layout, PointerTables, Slot
+from replayssm.mamba.slots import Layout, Noise, PointerTables, Slot, store
 from replayssm.mamba.window import fold, read_rows, score, write_rows
-from replayssm.rounding import decode, encode, layer_seed, noise_bits
+from replayssm.rounding import decode, layer_seed
 
 
 class _Parameters(NamedTuple):
@@ -33,13 +33,6 @@ class _Tokens(NamedTuple):
     B: Tensor
     C: Tensor
     z: Tensor | None
-
-
-class _Noise(NamedTuple):
-    """How a flushed state is rounded stochastically."""
-
-    seed: int
-    rounds: int
 
 
 def checkpointing_ssu(
@@ -77,7 +70,7 @@ def checkpointing_ssu(
     )  # fmt: skip
     noise = None
     if rand_seed is not None and philox_rounds > 0:
-        noise = _Noise(int(rand_seed.item()), philox_rounds)
+        noise = Noise(int(rand_seed.item()), philox_rounds)
     parameters = _Parameters(
         _per_head(A, 2), None if D is None else _per_head(D, 3), None if dt_bias is None else _per_head(dt_bias, 1),
         dt_softplus, dt_min, dt_max,
@@ -97,7 +90,7 @@ def checkpointing_ssu(
             out[0, rows] = _step(request, slot, tokens, parameters, noise)[: request.length]
 
 
-def _step(request: Request, slot: Slot, new: _Tokens, parameters: _Parameters, noise: _Noise | None) -> Tensor:
+def _step(request: Request, slot: Slot, new: _Tokens, parameters: _Parameters, noise: Noise | None) -> Tensor:
     """Write the new rows into the slot's rings, flush when due; return the outputs, fp32 ``[seq_len, H, P]``."""
     seq_len = new.x.shape[0]
     new_x = new.x.transpose(0, 1)
@@ -123,11 +116,11 @@ def _step(request: Request, slot: Slot, new: _Tokens, parameters: _Parameters, n
     if parameters.D is not None:
         y.addcmul_(new_x, parameters.D)
     y = y.transpose(0, 1)
-    return y if new.z is None else y * functional.silu(new.z.float())
+    return y if new.z is None else y * functional.silu(new.z.float().contiguous())
 
 
 def _flush(
-    index: int, slot: Slot, x: Tensor, B: Tensor, dt: Tensor, A: Tensor, noise: _Noise | None
+    index: int, slot: Slot, x: Tensor, B: Tensor, dt: Tensor, A: Tensor, noise: Noise | None
 ) -> tuple[Tensor, Tensor | None]:
     """Fold the live rows into a slot's state and scale, in place; return what the output reads of the new state.
 
@@ -136,22 +129,8 @@ def _flush(
     """
     if slot.state.dtype == torch.float32:
         return fold(slot.state, x, B, dt, A), None
-    codes, scale = _store(slot, index, fold(decode(slot.state, slot.scale), x, B, dt, A), noise)
+    codes, scale = store(slot, index, fold(decode(slot.state, slot.scale), x, B, dt, A), noise)
     return codes.float(), scale
-
-
-def _store(slot: Slot, index: int, values: Tensor, noise: _Noise | None) -> tuple[Tensor, Tensor | None]:
-    """Write fp32 values into the slot's state and scale; return codes and scale of rounding to nearest."""
-    dtype = slot.state.dtype
-    codes, scale = encode(values, dtype)
-    stored = codes
-    if noise is not None and dtype != torch.float32:
-        nheads, headdim, dstate = values.shape
-        stored, _ = encode(values, dtype, noise_bits(noise.seed, index, (nheads, headdim, dstate), noise.rounds))
-    slot.state.copy_(stored)
-    if slot.scale is not None and scale is not None:
-        slot.scale.copy_(scale)
-    return codes, scale
 
 
 def _per_head(broadcast: Tensor, rank: int) -> Tensor:
@@ -172,7 +151,7 @@ def _padded(rows: Tensor, seq_len: int) -> Tensor:
 def _processed(dt: Tensor, parameters: _Parameters) -> Tensor:
     """The dt after bias, softplus (the identity above 20) and the limits; ``[seq_len, H]``, fp32.
 
-    Packed before softplus, whose bits may differ between packed and strided input.
+    Packed before softplus, which is vectorised, with other bits, on packed input only. The same holds for SiLU.
     """
     dt = dt.float() if parameters.bias is None else dt + parameters.bias
     if parameters.softplus:
@@ -237,5 +216,5 @@ def replayssm_materialize(
             continue
         x, B, dt = (read_rows(ring, copy.start, copy.num_rows) for ring in (source.x, source.B, source.dt))
         values = fold(decode(source.state, source.scale), x, B, dt, tables.A(copy.layer).float().unsqueeze(1))
-        noise = None if seed is None else _Noise(layer_seed(seed, copy.layer), philox_rounds)
-        _store(target, copy.dst, values, noise)
+        noise = None if seed is None else Noise(layer_seed(seed, copy.layer), philox_rounds)
+        store(target, copy.dst, values, noise)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from replayssm.mamba.requests import Copy
-from replayssm.rounding import SCALED_DTYPES
+from replayssm.rounding import SCALED_DTYPES, encode, noise_bits
 
 
 class Slot(NamedTuple):
@@ -29,6 +29,37 @@ class Slot(NamedTuple):
     x: Tensor
     B: Tensor
     dt: Tensor
+
+
+class Noise(NamedTuple):
+    """Source of the random bits of stochastic rounding: a seed and the rounds of the generator."""
+
+    seed: int
+    rounds: int
+
+
+def store(slot: Slot, index: int, values: Tensor, noise: Noise | None) -> tuple[Tensor, Tensor | None]:
+    """Round a state and write it, with its scale, into a slot.
+
+    Args:
+        slot: ``state`` and ``scale`` are written in place.
+        index: the slot's number, which picks the random bits.
+        values: fp32 ``[nheads, headdim, dstate]``.
+        noise: None rounds to nearest; fp32 states are never rounded.
+
+    Returns:
+        (codes, scale) of rounding to nearest, whichever way the stored state was rounded: what outputs read.
+    """
+    dtype = slot.state.dtype
+    codes, scale = encode(values, dtype)
+    stored = codes
+    if noise is not None and dtype != torch.float32:
+        nheads, headdim, dstate = values.shape
+        stored, _ = encode(values, dtype, noise_bits(noise.seed, index, (nheads, headdim, dstate), noise.rounds))
+    slot.state.copy_(stored)
+    if slot.scale is not None and scale is not None:
+        slot.scale.copy_(scale)
+    return codes, scale
 
 
 class Layout(NamedTuple):

@@ -1,0 +1,188 @@
+"""``replayssm.mamba`` as the paper writes it: one token after the other, in fp64. The truth of every other path.
+
+``docs/maths.md`` §1. The records are what the rings hold (x and B in their own type, the processed dt in fp32); all
+arithmetic between them and the stored results is fp64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from replayssm.mamba.requests import plan, plan_copies
+from replayssm.mamba.slots import Layout, Noise, PointerTables, Slot, store
+from replayssm.rounding import decode, layer_seed
+
+
+def advance(S: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor) -> Tensor:
+    """One step of the recurrence: ``S_t = exp(A dt_t) S_{t-1} + dt_t x_t B_t^T``.
+
+    Args:
+        S: ``[H, P, N]``, fp64, left as it is.
+        x: ``[H, P]``.
+        dt: ``[H]``, processed.
+        A: ``[H]``.
+        B: ``[G, N]``.
+
+    Returns:
+        The next state, fp64 ``[H, P, N]``.
+    """
+    H = S.shape[0]
+    x, dt, A, B = x.double(), dt.double(), A.double(), per_head(B, H).double()
+    return torch.exp(A * dt)[:, None, None] * S + (dt[:, None] * x)[:, :, None] * B[:, None, :]
+
+
+def read_out(S: Tensor, x: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
+    """The output of one token: ``y_t = S_t C_t + D x_t``, times ``z_t sigmoid(z_t)``.
+
+    Args:
+        S: the state after the token, ``[H, P, N]``, fp64.
+        x: ``[H, P]``.
+        C: ``[G, N]``.
+        D: ``[H]`` or None.
+        z: ``[H, P]`` or None.
+
+    Returns:
+        fp64 ``[H, P]``.
+    """
+    y = (S * per_head(C, S.shape[0]).double()[:, None, :]).sum(-1)
+    if D is not None:
+        y = y + D.double()[:, None] * x.double()
+    return y if z is None else y * z.double() * torch.sigmoid(z.double())
+
+
+def per_head(grouped: Tensor, nheads: int) -> Tensor:
+    """``[H, N]`` of ``[G, N]``: head h belongs to group ``h // (H / G)``."""
+    return grouped.repeat_interleave(nheads // grouped.shape[0], 0)
+
+
+def process_dt(dt: Tensor, bias: Tensor | None, softplus: bool, dt_min: float, dt_max: float) -> Tensor:
+    """``clamp(softplus(dt + bias))`` in fp64, rounded to the fp32 that the ring holds."""
+    dt = dt.double() if bias is None else dt.double() + bias.double()
+    if softplus:
+        dt = torch.where(dt > 20.0, dt, torch.log1p(torch.exp(dt.clamp(max=20.0))))
+    return dt.clamp(dt_min, dt_max).float()
+
+
+def checkpointing_ssu(
+    state: Tensor,
+    state_scale: Tensor | None,
+    x_cache: Tensor,
+    B_cache: Tensor,
+    dt_cache: Tensor,
+    out: Tensor,
+    ring_start: Tensor,
+    prev_num_accepted_tokens: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    state_batch_indices: Tensor | None,
+    pad_slot_id: int,
+    rand_seed: Tensor | None,
+    philox_rounds: int,
+    cu_seqlens: Tensor | None,
+    seq_len: int,
+    window: int,
+    dt_min: float,
+    dt_max: float,
+) -> None:
+    """See ``replayssm.mamba.checkpointing_ssu``; ``seq_len`` is T and ``window`` the window in force."""
+    requests = plan(
+        state_batch_indices, pad_slot_id, ring_start, prev_num_accepted_tokens, cu_seqlens, x, state, x_cache, seq_len,
+        window,
+    )  # fmt: skip
+    noise = None
+    if rand_seed is not None and philox_rounds > 0:
+        noise = Noise(int(rand_seed.item()), philox_rounds)
+    ring_len = x_cache.shape[2]
+    A, D = A[:, 0, 0], None if D is None else D[:, 0]
+    bias = None if dt_bias is None else dt_bias[:, 0]
+    for row, number, start, live, first, length, flush in requests:
+        row = 0 if cu_seqlens is not None else row
+        slot = Slot(
+            state[number], None if state_scale is None else state_scale[number], x_cache[number], B_cache[number],
+            dt_cache[number],
+        )  # fmt: skip
+        S = replay(slot, A, start, live)
+        if flush:
+            codes, scale = store(slot, number, S.float(), noise)
+            S = decode(codes, scale).double()
+        for t in range(length):
+            token = row, first + t
+            dt_t = process_dt(dt[token][:, 0], bias, dt_softplus, dt_min, dt_max)
+            S = advance(S, x[token], dt_t, A, B[token])
+            out[token] = read_out(S, x[token], C[token], D, None if z is None else z[token]).to(out.dtype)
+            ring_row = (start + live + t) % ring_len
+            slot.x[:, ring_row], slot.B[:, ring_row], slot.dt[:, ring_row] = x[token], B[token], dt_t
+
+
+def replay(slot: Slot, A: Tensor, start: int, num_rows: int) -> Tensor:
+    """The slot's state after ``num_rows`` rows of its ring from ``start`` on; fp64, new."""
+    S, ring_len = decode(slot.state, slot.scale).double(), slot.x.shape[1]
+    for i in range(num_rows):
+        row = (start + i) % ring_len
+        S = advance(S, slot.x[:, row], slot.dt[:, row], A, slot.B[:, row])
+    return S
+
+
+def replayssm_materialize(
+    state_ptrs: Tensor,
+    state_slot_strides: Tensor,
+    x_cache_ptrs: Tensor,
+    x_cache_slot_strides: Tensor,
+    B_cache_ptrs: Tensor,
+    B_cache_slot_strides: Tensor,
+    dt_cache_ptrs: Tensor,
+    dt_cache_slot_strides: Tensor,
+    A_ptrs: Tensor,
+    state_scale_ptrs: Tensor,
+    state_scale_slot_strides: Tensor,
+    src_slots: Tensor,
+    dst_slots: Tensor,
+    ring_start: Tensor,
+    replay_prefix_len: Tensor,
+    active_request_indices: Tensor,
+    state_dtype: torch.dtype,
+    input_dtype: torch.dtype,
+    matrixA_dtype: torch.dtype,
+    dim: int,
+    dstate: int,
+    num_heads: int,
+    heads_per_group: int,
+    max_window: int,
+    ring_buffer_len: int,
+    pad_slot_id: int,
+    rand_seed: Tensor | None,
+    philox_rounds: int,
+    dependency_inputs: list[Tensor],
+    dependency_outputs: list[Tensor],
+) -> None:
+    """See ``replayssm.mamba.replayssm_materialize``."""
+    tables = PointerTables(
+        Layout(state_dtype, input_dtype, matrixA_dtype, dim, dstate, num_heads, heads_per_group, ring_buffer_len),
+        {"state": state_ptrs, "x_cache": x_cache_ptrs, "B_cache": B_cache_ptrs, "dt_cache": dt_cache_ptrs,
+         "A": A_ptrs, "state_scale": state_scale_ptrs},
+        {"state": state_slot_strides, "x_cache": x_cache_slot_strides, "B_cache": B_cache_slot_strides,
+         "dt_cache": dt_cache_slot_strides, "state_scale": state_scale_slot_strides},
+    )  # fmt: skip
+    copies = plan_copies(
+        src_slots, dst_slots, ring_start, replay_prefix_len, active_request_indices, pad_slot_id, max_window,
+        ring_buffer_len,
+    )  # fmt: skip
+    tables.check(copies, dependency_inputs, dependency_outputs)
+    seed = int(rand_seed.item()) if rand_seed is not None and philox_rounds > 0 else None
+    for layer, src, dst, start, num_rows in copies:
+        source, target = tables.slot(layer, src), tables.slot(layer, dst)
+        if num_rows == 0:
+            target.state.copy_(source.state)
+            if target.scale is not None and source.scale is not None:
+                target.scale.copy_(source.scale)
+            continue
+        noise = None if seed is None else Noise(layer_seed(seed, layer), philox_rounds)
+        store(target, dst, replay(source, tables.A(layer), start, num_rows).float(), noise)
