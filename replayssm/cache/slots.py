@@ -55,8 +55,16 @@ class SlotTable:
         return torch.tensor(taken, dtype=torch.int64, device=self.device)
 
     def give_back(self, slots: Slots) -> None:
-        """Mark used slots as free; ValueError, and no change, when one of them is not in use or is named twice."""
-        for slot in self.resolve("slots", slots).tolist():
+        """Mark used slots as free. Values are read on every device, since the bookkeeping needs them.
+
+        Raises:
+            ValueError: a slot is not in use or is named twice; nothing has changed then.
+        """
+        if isinstance(slots, Tensor):
+            _check_tensor("slots", slots, self.device)
+            slots = slots.tolist()
+        self.resolve("slots", slots)
+        for slot in slots:
             self._used[slot] = False
             self._free.append(slot)
 
@@ -76,20 +84,16 @@ class SlotTable:
             ValueError: wrong shape, dtype or device; a slot out of range, not in use, or named twice.
         """
         if isinstance(slots, Tensor):
-            check_shape(name, slots, "n", {})
-            check_dtype(name, slots, torch.int32, torch.int64)
-            if slots.device.type != self.device.type:
-                raise ValueError(f"{name}: expected device {self.device}, got {slots.device}")
+            _check_tensor(name, slots, self.device)
             if slots.device.type == "cpu" or checked_mode():
                 self._check(name, slots.tolist(), padding, distinct)
             return slots.long()
-        values = list(slots)
-        if not all(isinstance(slot, int) for slot in values):
+        if not all(isinstance(slot, int) for slot in slots):
             raise TypeError(f"{name}: expected a tensor or a list of ints, got {slots!r}")
-        self._check(name, values, padding, distinct)
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        self._check(name, slots, padding, distinct)
+        return torch.tensor(slots, dtype=torch.int64, device=self.device)
 
-    def _check(self, name: str, slots: list[int], padding: bool, distinct: bool) -> None:
+    def _check(self, name: str, slots: Sequence[int], padding: bool, distinct: bool) -> None:
         seen = set()
         for slot in slots:
             if slot < 0 and padding:
@@ -100,3 +104,10 @@ class SlotTable:
             if distinct and slot in seen:
                 raise ValueError(f"{name}: expected distinct slots, got {slot} more than once")
             seen.add(slot)
+
+
+def _check_tensor(name: str, slots: Tensor, device: torch.device) -> None:
+    check_shape(name, slots, "n", {})
+    check_dtype(name, slots, torch.int32, torch.int64)
+    if slots.device.type != device.type:
+        raise ValueError(f"{name}: expected device {device}, got {slots.device}")

@@ -1,0 +1,493 @@
+"""The pool's functions one by one: bytes, slots, copies, rollback at every wrap, and errors that change nothing."""
+
+import itertools
+
+import pytest
+import torch
+from pool_model import (
+    Decoder,
+    History,
+    as_bytes,
+    assert_same_bytes,
+    cursor_values,
+    every_tensor,
+    poison_dead_rows,
+    poison_slot,
+    snapshot,
+)
+
+from replayssm.cache import CapacityError, Mamba2Layer, ReplayPool, slot_bytes
+from replayssm.rounding import decode
+
+TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}
+STATE_DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn]
+NEMOTRON_H = Mamba2Layer(nheads=128, headdim=64, dstate=128, ngroups=8, conv_width=4)
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return Decoder()
+
+
+def make(decoder, num_slots=5, **options):
+    return ReplayPool(decoder.layers, num_slots, **({"window": 5, "max_tokens": 3} | options))
+
+
+def fill(pool, seed=1):
+    """Every byte random, but cursors legal."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in every_tensor(pool):
+        if tensor.dtype == torch.int32:
+            limit = {"ring_start": pool.ring_len, "num_live": 4, "conv_start": pool.conv_len, "last_accepted": 2}[name]
+            tensor.random_(0, limit, generator=generator)
+        else:
+            tensor.view(torch.uint8).random_(0, 256, generator=generator)
+
+
+def run(decoder, pool, slot, history, tokens, accepted):
+    """One verified and committed step of one request, its outputs compared with the truth."""
+    index = torch.tensor([slot])
+    truth = history.copy().extend(tokens)
+    for layer in range(len(decoder.layers)):
+        out = decoder.verify(pool, index, torch.tensor([tokens]), index=layer)
+        expected = torch.stack(truth.outputs[layer][-len(tokens) :])
+        torch.testing.assert_close(out[0].double(), expected, **TOLERANCE)
+    pool.commit([slot], [accepted], len(tokens))
+    history.extend(tokens[:accepted])
+
+
+# ---- bytes
+
+
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES)
+def test_bytes_are_what_is_allocated_and_what_the_plan_says(decoder, state_dtype):
+    options = {"window": 5, "max_tokens": 3, "state_dtype": state_dtype, "activation_dtype": torch.bfloat16}
+    pool = make(decoder, **options)
+    allocated = sum(tensor.untyped_storage().nbytes() for _, tensor in every_tensor(pool))
+    cost = slot_bytes(decoder.layers, **options)
+    assert pool.bytes() == allocated == 5 * cost.total
+    assert pool.bytes_per_slot() == cost.total
+    fields = pool.bytes_by_field()
+    assert sum(fields.values()) == pool.bytes()
+    assert fields["state"] == 5 * cost.state
+    assert fields.get("state_scale", 0) == 5 * cost.scale
+    assert fields["x_cache"] + fields["B_cache"] + fields["dt_cache"] == 5 * cost.ring
+    assert fields["conv_rows"] == 5 * cost.conv
+
+
+def test_the_seed_is_counted():
+    pool = ReplayPool([NEMOTRON_H], 1, state_dtype=torch.int8, stochastic_rounding=True)
+    assert pool.bytes() == pool.bytes_per_slot() + 8
+    assert pool.bytes_by_field()["rand_seed"] == 8
+
+
+@pytest.mark.parametrize("activation, limit", [(torch.bfloat16, 1.15), (torch.float32, 1.27)])
+def test_memory_of_a_nemotron_h_pool(activation, limit):
+    pool = ReplayPool([NEMOTRON_H], 2, window=16, max_tokens=4, activation_dtype=activation)
+    bare = 128 * 64 * 128 * 4
+    assert pool.buffers[0].state[0].nbytes == bare
+    assert 1.0 < pool.bytes_per_slot() / bare <= limit
+    assert pool.bytes() == 2 * pool.bytes_per_slot()
+
+
+# ---- slots
+
+
+def test_slots_are_taken_and_given_back(decoder):
+    pool = make(decoder)
+    first = pool.allocate(3)
+    assert first.dtype == torch.int64
+    assert sorted(first.tolist()) == [0, 1, 2]
+    assert (pool.num_free, pool.can_allocate(2), pool.can_allocate(3)) == (2, True, False)
+    pool.free(first[1:2])
+    assert pool.num_free == 3
+    assert pool.allocate().tolist() == [1]
+    assert pool.allocate(0).shape == (0,)
+
+
+def test_capacity(decoder):
+    pool = make(decoder)
+    slots = pool.allocate(4)
+    before = snapshot(pool)
+    for call in (lambda: pool.allocate(2), lambda: pool.fork(slots[:2])):
+        with pytest.raises(CapacityError, match="2 required, 1 available") as caught:
+            call()
+        assert (caught.value.required, caught.value.available) == (2, 1)
+    assert pool.num_free == 1
+    assert_same_bytes(pool, before)
+
+
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES)
+def test_a_slot_comes_back_zeroed_after_a_poisoned_tenant(decoder, state_dtype):
+    pool = make(decoder, state_dtype=state_dtype)
+    slots = pool.allocate(5)
+    fill(pool)
+    poison_slot(pool, 3)
+    pool.free([3])
+    before = snapshot(pool)
+    assert pool.allocate().tolist() == [3]
+    assert_same_bytes(pool, before, [0, 1, 2, 4])
+    for name, tensor in every_tensor(pool):
+        assert not as_bytes(tensor)[3].any(), name
+    fill(pool)
+    before = snapshot(pool)
+    pool.reset(slots[[1, 4]])
+    assert_same_bytes(pool, before, [0, 2, 3])
+    for name, tensor in every_tensor(pool):
+        assert not as_bytes(tensor)[[1, 4]].any(), name
+
+
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES)
+def test_fork_and_copy_carry_every_field(decoder, state_dtype):
+    """A beam search that keeps rows 1, 1, 0; then copies that swap two slots."""
+    pool = make(decoder, num_slots=7, state_dtype=state_dtype, activation_dtype=torch.float16)
+    pool.allocate(3)
+    fill(pool)
+    before = snapshot(pool)
+    new = pool.fork(torch.tensor([1, 1, 0], dtype=torch.int32))
+    assert sorted(new.tolist()) == [3, 4, 5]
+    assert_same_bytes(pool, before, [0, 1, 2, 6])
+    for name, tensor in every_tensor(pool):
+        assert torch.equal(as_bytes(tensor)[new], before[name][[1, 1, 0]]), name
+    pool.copy([0, 2], [2, 0])
+    for name, tensor in every_tensor(pool):
+        assert torch.equal(as_bytes(tensor)[[0, 2]], before[name][[2, 0]]), name
+    assert_same_bytes(pool, before, [1, 6])
+
+
+def test_no_field_is_forgotten(decoder):
+    """Whatever tensor a record has, the functions above reach it: their loop knows all that ``every_tensor`` finds."""
+    pool = make(decoder, state_dtype=torch.int8)
+    reached = {tensor.data_ptr() for _, tensor in pool._slotted()}
+    assert reached == {tensor.data_ptr() for _, tensor in every_tensor(pool)}
+    assert len(reached) == 2 * 6 + 4
+
+
+# ---- prefill
+
+
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES)
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+def test_write_state(decoder, state_dtype, given):
+    pool = make(decoder, state_dtype=state_dtype, activation_dtype=torch.bfloat16)
+    slots = pool.allocate(4)[[3, 1]]
+    layer, buffers = decoder.layers[1], pool.buffers[1]
+    state = torch.randn(2, layer.nheads, layer.headdim, layer.dstate).to(given)
+    window = torch.randn(2, layer.conv_channels, layer.conv_width - 1).to(given)
+    before = snapshot(pool)
+    pool.write_state(1, slots, state, window)
+    codes = (
+        buffers.state[slots] if state_dtype != torch.float8_e4m3fn else torch.stack([buffers.state[s] for s in slots])
+    )
+    stored = decode(codes, None if buffers.state_scale is None else buffers.state_scale[slots])
+    step = {torch.int8: 1 / 127, torch.float8_e4m3fn: 2**-4, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+    torch.testing.assert_close(
+        stored, state.float(), rtol=0.0, atol=step.get(state_dtype, 0.0) * float(state.abs().max())
+    )
+    assert torch.equal(buffers.conv_rows[slots, : layer.conv_width - 1], window.transpose(1, 2).bfloat16())
+    assert not buffers.conv_rows[slots, layer.conv_width - 1 :].any()
+    assert_same_bytes(pool, before, [0, 2, 4])
+
+
+# ---- commit and materialize
+
+
+@pytest.mark.parametrize("accepted", range(4))
+def test_every_accept_count_at_every_wrap(decoder, accepted):
+    """The next outputs depend on the accepted tokens only, wherever the rings begin; also after a poisoned tenant."""
+    pool = make(decoder, num_slots=3)
+    slot = 1
+    pool.allocate(3)
+    for turn in range(pool.ring_len):
+        poison_slot(pool, slot)
+        pool.reset([slot])
+        history = History(decoder).extend([7, turn])
+        history.prefill(pool, slot)
+        pool.cursors.ring_start[slot] = turn  # any start is as good, when nothing is live
+        run(decoder, pool, slot, history, [1, 2, 3], accepted)
+        poison_dead_rows(pool, [slot])
+        run(decoder, pool, slot, history, [4, 5, 6], 2)
+        run(decoder, pool, slot, history, [8], 1)
+        run(decoder, pool, slot, history, [9, 10], 0)
+        run(decoder, pool, slot, history, [11, 12, 13], 3)
+
+
+@pytest.mark.parametrize("live, tokens, flushes", [(3, 2, False), (3, 3, True), (5, 1, True), (4, 1, False)])
+def test_flush_at_the_edge_and_one_before(decoder, live, tokens, flushes):
+    pool = make(decoder)
+    slot = int(pool.allocate())
+    history = History(decoder)
+    for token in range(live):
+        run(decoder, pool, slot, history, [token], 1)
+    states = [buffers.state[slot].clone() for buffers in pool.buffers]
+    run(decoder, pool, slot, history, [20, 21, 22][:tokens], tokens)
+    for index, (buffers, state) in enumerate(zip(pool.buffers, states, strict=True)):
+        assert torch.equal(buffers.state[slot], state) != flushes
+        if flushes:
+            torch.testing.assert_close(buffers.state[slot].double(), history.states[index][live], **TOLERANCE)
+    assert cursor_values(pool, slot)["num_live"] == (tokens if flushes else live + tokens)
+
+
+def test_accepting_nothing_leaves_the_state_bit_for_bit(decoder):
+    """Undoing a whole round: the checkpoint, what is replayed and the next outputs are those from before it."""
+    pool = make(decoder)
+    slot = int(pool.allocate())
+    history = History(decoder).extend([3, 1, 4])
+    history.prefill(pool, slot)
+    run(decoder, pool, slot, history, [1, 5], 2)
+    twin = int(pool.fork([slot]))
+    run(decoder, pool, slot, history, [9, 2, 6], 0)
+    for index in range(2):
+        one = decoder.verify(pool, torch.tensor([slot]), torch.tensor([[5, 3]]), index=index)
+        other = decoder.verify(pool, torch.tensor([twin]), torch.tensor([[5, 3]]), index=index)
+        assert torch.equal(one, other)
+        assert torch.equal(pool.buffers[index].state[slot], pool.buffers[index].state[twin])
+
+
+def test_equal_prompts_give_equal_bits_in_every_slot(decoder):
+    pool = make(decoder)
+    slots = pool.allocate(4)
+    tokens = torch.tensor([[3, 1, 4]] * 4)
+    for order in ([2, 0, 3, 1], [1, 3, 0, 2], [0, 1, 2, 3]):
+        out = decoder.verify(pool, slots[order], tokens, index=0)
+        assert all(torch.equal(row, out[0]) for row in out[1:])
+        pool.commit(slots[order], [2] * 4, 3)
+    assert pool.cursors.num_live.tolist() == [2, 2, 2, 2, 0]  # 2, 4, then folded: 2
+
+
+def test_counts_follow_the_request_when_rows_move(decoder):
+    """Three requests accept 3, 0 and 1; the first leaves, the others change places."""
+    pool = make(decoder)
+    slots = pool.allocate(3)
+    histories = [History(decoder) for _ in range(3)]
+    drafts = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    for index in range(2):
+        decoder.verify(pool, slots, torch.tensor(drafts), index=index)
+    pool.commit(slots, [3, 0, 1], 3)
+    pool.free(slots[:1])
+    histories[2].extend([7])
+    moved = slots[[2, 1]]
+    for index in range(2):
+        out = decoder.verify(pool, moved, torch.tensor([[10], [11]]), index=index)
+        for row, history, token in zip(out, (histories[2], histories[1]), (10, 11), strict=True):
+            expected = history.copy().extend([token]).outputs[index][-1]
+            torch.testing.assert_close(row[0].double(), expected, **TOLERANCE)
+
+
+def test_more_padding_than_slots(decoder):
+    """A captured batch of 8 over a pool of 2 slots."""
+    pool = make(decoder, num_slots=2)
+    slots = pool.allocate(2)
+    padded = torch.full((8,), -1)
+    padded[[2, 5]] = slots
+    tokens = torch.arange(16).view(8, 2)
+    for index in range(2):
+        decoder.verify(pool, padded, tokens, index=index)
+    pool.commit(padded, torch.tensor([9, 9, 2, 9, 9, 1, 9, 9]), 2)
+    for slot, kept in zip(slots.tolist(), ([4, 5], [10]), strict=True):
+        pool.materialize([slot], [slot], [0], decoder.decays)
+        History(decoder).extend(kept).assert_slot(pool, slot, len(kept), **TOLERANCE)
+
+
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES)
+@pytest.mark.parametrize("rewind", [0, 1])
+def test_materialized_state_is_what_a_flush_stores(decoder, state_dtype, rewind):
+    pool = make(decoder, state_dtype=state_dtype)
+    slot = int(pool.allocate())
+    for drafts, accepted in (([1, 2, 3], 3), ([4, 5], 2 - rewind)):
+        for index in range(2):
+            decoder.verify(pool, torch.tensor([slot]), torch.tensor([drafts]), index=index)
+        pool.commit([slot], [accepted], len(drafts))
+    twin, copy = int(pool.fork([slot])), int(pool.allocate())
+    if rewind:  # the twin has accepted one token more than is materialized
+        pool.free([twin])
+        twin = int(pool.fork([slot]))
+        for index in range(2):
+            decoder.verify(pool, torch.tensor([twin]), torch.tensor([[6]]), index=index)
+        pool.commit([twin], [1], 1)
+        pool.materialize([twin], [copy], [1], decoder.decays)
+        pool.materialize([twin], [twin], [1], decoder.decays)
+    else:
+        pool.materialize([slot], [copy], [0], decoder.decays)
+        for index in range(2):
+            decoder.verify(pool, torch.tensor([twin]), torch.tensor([[6]]), index=index)
+    for index, buffers in enumerate(pool.buffers):
+        assert torch.equal(as_bytes(buffers.state)[copy], as_bytes(buffers.state)[twin]), index
+        if buffers.state_scale is not None:
+            assert torch.equal(buffers.state_scale[copy], buffers.state_scale[twin])
+    assert not any(cursor_values(pool, copy).values())
+
+
+def test_a_block_boundary_inside_an_accepted_run(decoder):
+    """Block 4: at position 3 a run of 3 is accepted; the states at 4 and at 6 are both to be had, drafts in neither."""
+    pool = make(decoder)
+    slot, block, newest = pool.allocate(3).tolist()
+    history = History(decoder).extend([1, 2, 3])
+    history.prefill(pool, slot)
+    run(decoder, pool, slot, history, [4, 5, 6], 3)
+    pool.materialize([slot, slot], [block, newest], torch.tensor([2, 0]), decoder.decays)
+    history.assert_slot(pool, block, 4, **TOLERANCE)
+    history.assert_slot(pool, newest, 6, **TOLERANCE)
+    resumed = History(decoder).extend([1, 2, 3, 4])
+    run(decoder, pool, block, resumed, [30, 31], 1)  # the prefix goes on elsewhere, with other tokens
+    run(decoder, pool, slot, history, [7], 1)
+
+
+def test_ring_start_of_a_forked_ring_is_kept(decoder):
+    """Handing a slot on in the middle of its ring, then going on in both."""
+    pool = make(decoder)
+    slot = int(pool.allocate())
+    history = History(decoder)
+    for step in ([1, 2, 3], [4, 5, 6], [7, 8]):
+        run(decoder, pool, slot, history, step, len(step) - 1)
+    assert cursor_values(pool, slot)["ring_start"] != 0
+    new, other = int(pool.fork([slot])), history.copy()
+    run(decoder, pool, slot, history, [9, 10, 11], 3)
+    run(decoder, pool, new, other, [12, 13], 2)
+    run(decoder, pool, new, other, [14, 15, 16], 1)
+
+
+def test_the_seed_advances_with_every_commit(decoder):
+    pool = make(decoder, state_dtype=torch.float16, stochastic_rounding=True, seed=41)
+    slots = pool.allocate(2)
+    pool.commit(slots, [0, 1], 2)
+    pool.commit(slots, [0, 1], torch.tensor([0, 2]))
+    assert pool.rand_seed.tolist() == [43]
+    assert make(decoder).rand_seed is None
+
+
+# ---- errors
+
+
+def wrong_calls(pool, decoder):
+    """(call, message); slots 0, 1, 2 are in use with one live row each, slots 3 and 4 are free."""
+    A, state, window = decoder.decays, torch.zeros(1, 4, 3, 5), torch.zeros(1, 32, 2)
+    other = torch.zeros(1, dtype=torch.int64, device="meta")
+    return [
+        (lambda: pool.free([3]), "slots: expected slots in use, got 3, which is free"),
+        (lambda: pool.free([1, 1]), "slots: expected distinct slots, got 1 more than once"),
+        (lambda: pool.free([0, 5]), "slots: expected 0 <= slots <= 4 .*got 5"),
+        (lambda: pool.free([-1]), "slots: .*got -1"),
+        (lambda: pool.free(torch.tensor([1.0])), "slots: expected dtype torch.int32 or torch.int64, got torch.float32"),
+        (lambda: pool.free(torch.tensor([[1]])), r"slots: expected shape \[n\], got \[1, 1\]"),
+        (lambda: pool.free(other), "slots: expected device cpu, got meta"),
+        (lambda: pool.free([1.0]), "slots: expected a tensor or a list of ints"),
+        (lambda: pool.reset([4]), "slots: expected slots in use, got 4"),
+        (lambda: pool.fork([3]), "src_slots: expected slots in use, got 3"),
+        (lambda: pool.copy([0], [3]), "dst_slots: expected slots in use, got 3"),
+        (lambda: pool.copy([0, 1], [2, 2]), "dst_slots: expected distinct slots, got 2"),
+        (lambda: pool.copy([0, 1], [2]), "dst_slots: expected as many as src_slots, 2, got 1"),
+        (lambda: pool.allocate(-1), "n: expected at least 0, got -1"),
+        (lambda: pool.commit([3], [1], 2), "slots: expected slots in use, got 3"),
+        (lambda: pool.commit([0, 1], [3, 1], 2), r"num_accepted: expected values in 0..seq_len=2, got 3 at \[0\]"),
+        (lambda: pool.commit([0], [-1], 2), "num_accepted: .*got -1"),
+        (lambda: pool.commit([0], [1], 4), "seq_lens: expected 0 <= seq_lens <= 3 .*got 4"),
+        (lambda: pool.commit([0, 1], [1, 1], torch.tensor([1, 4])), r"seq_lens: .*got 4 at \[1\]"),
+        (lambda: pool.commit([0, 1], [1], 2), r"num_accepted: expected shape \[batch=2\], got \[1\]"),
+        (lambda: pool.materialize([0], [1], [2], A), r"rewind: expected 0 <= rewind <= 1 .*slot 0; .*got 2"),
+        (lambda: pool.materialize([2], [1], [1], A), r"rewind: expected 0 <= rewind <= 0 .*slot 2; .*got 1"),
+        (lambda: pool.materialize([0], [1], [-1], A), "rewind: .*got -1"),
+        (lambda: pool.materialize([0], [3], [0], A), "dst_slots: expected slots in use, got 3"),
+        (lambda: pool.materialize([0, 1], [1, 2], [0, 0], A), "dst_slots: expected no slot that another .*got 1"),
+        (lambda: pool.materialize([1, 1], [1, 2], [0, 0], A), "dst_slots: expected no slot that another .*got 1"),
+        (lambda: pool.materialize([0, 1], [2, 2], [0, 0], A), "dst_slots: expected distinct slots, got 2"),
+        (lambda: pool.materialize([0], [1], [0, 0], A), r"rewind: expected shape \[n=1\], got \[2\]"),
+        (lambda: pool.materialize([0], [1], torch.tensor([0.0]), A), "rewind: expected dtype torch.int32"),
+        (lambda: pool.materialize([0], [1], [0], A[:1]), "A: expected one tensor per layer, 2, got 1"),
+        (lambda: pool.materialize([0], [1], [0], [A[0], A[0]]), r"A\[1\]: expected shape \[nheads=6\], got \[4\]"),
+        (lambda: pool.materialize([0], [1], [0], [A[0], A[1].double()]), r"A\[1\]: expected dtype torch.float32"),
+        (lambda: pool.write_state(2, [2], state, window), "layer_index: expected 0 <= layer_index <= 1.*got 2"),
+        (lambda: pool.write_state(0, [0], state, window), "slots: expected slots without live rows"),
+        (lambda: pool.write_state(0, [4], state, window), "slots: expected slots in use, got 4"),
+        (lambda: pool.write_state(0, [2], state[:, :3], window), r"state: expected shape \[n=1, nheads=4, .*\[1, 3"),
+        (lambda: pool.write_state(0, [2], state.int(), window), "state: expected dtype .*got torch.int32"),
+        (lambda: pool.write_state(0, [2], state, window.mT), r"conv_window: expected shape \[n=1, conv_channels=32, "),
+    ]  # fmt: skip
+
+
+def pool_with_three_tenants(decoder):
+    pool = make(decoder)
+    pool.allocate(3)
+    fill(pool)
+    for name, values in {"ring_start": [3, 7, 0], "num_live": [1, 1, 0], "conv_start": [4, 5, 0],
+                         "last_accepted": [1, 1, 0]}.items():  # fmt: skip
+        getattr(pool.cursors, name)[:3] = torch.tensor(values, dtype=torch.int32)
+    return pool
+
+
+@pytest.mark.parametrize("number", range(38))
+def test_wrong_use_changes_nothing(decoder, number):
+    pool = pool_with_three_tenants(decoder)
+    calls = wrong_calls(pool, decoder)
+    assert len(calls) == 38
+    call, message = calls[number]
+    before = snapshot(pool)
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+    assert_same_bytes(pool, before)
+    assert pool.num_free == 2
+    pool.free([0, 1, 2])  # what was in use still is
+
+
+def test_use_after_free_and_double_free(decoder):
+    pool = make(decoder)
+    slots = pool.allocate(2)
+    pool.free(slots)
+    for call in (
+        lambda: pool.free(slots),
+        lambda: pool.commit(slots, [1, 1], 1),
+        lambda: pool.reset(slots[:1]),
+        lambda: pool.fork(slots),
+        lambda: pool.materialize(slots[:1], slots[1:], [0], decoder.decays),
+    ):
+        with pytest.raises(ValueError, match=r"slots: expected slots in use, got \d, which is free"):
+            call()
+    assert pool.num_free == 5
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"num_slots": 0}, "num_slots: expected at least 1, got 0"),
+        ({"max_tokens": 6}, "max_tokens: expected 1 <= max_tokens <= window=5 .*got 6"),
+        ({"state_dtype": torch.float64}, "state_dtype: expected .*got torch.float64"),
+        ({"activation_dtype": torch.int8}, "activation_dtype: expected .*got torch.int8"),
+        ({"stochastic_rounding": True}, "stochastic_rounding: expected a state_dtype that is rounded"),
+    ],
+)
+def test_wrong_pools(decoder, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(decoder, **options)
+
+
+def test_more_tokens_than_the_pool_was_made_for_are_refused_by_the_ops(decoder):
+    """T = 4 in a pool for 3: ring_len - T is smaller than the window, and the convolution's ring too short."""
+    pool = make(decoder)
+    slot = pool.allocate()
+    before = snapshot(pool)
+    with pytest.raises(ValueError, match="rows: expected conv_len >= width - 1"):
+        decoder.verify(pool, slot, torch.tensor([[1, 2, 3, 4]]), index=1)
+    assert_same_bytes(pool, before)
+
+
+def test_a_pool_of_another_device_reads_no_values():
+    """On the meta device there are none: bookkeeping by lists works, tensors pass unread."""
+    pool = ReplayPool([NEMOTRON_H], 3, device="meta")
+    assert pool.bytes() == 3 * slot_bytes([NEMOTRON_H]).total
+    slots = pool.allocate(2)
+    pool.commit(slots, torch.zeros(2, dtype=torch.int64, device="meta"), 4)
+    pool.free([0])
+    with pytest.raises(ValueError, match="slots: expected slots in use, got 0"):
+        pool.reset([0])
+
+
+def test_copies_of_all_pairs(decoder):
+    pool = make(decoder, num_slots=3)
+    pool.allocate(3)
+    for source, target in itertools.permutations(range(3), 2):
+        fill(pool, seed=3 * source + target)
+        before = snapshot(pool)
+        pool.copy([source], [target])
+        for name, tensor in every_tensor(pool):
+            assert torch.equal(as_bytes(tensor)[target], before[name][source])
+        assert_same_bytes(pool, before, [s for s in range(3) if s != target])
