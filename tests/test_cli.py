@@ -197,7 +197,7 @@ def test_compare(capsys, model):
     arguments = ["generate", model, "--prompt", PROMPT, "--max-new-tokens", "24", "--compare"]
     assert main(arguments) == 0
     out = capsys.readouterr().out
-    for words in ("transformers", "tokens/s", "accept", "state read", "snapshots", "token for token equal"):
+    for words in ("transformers", "tokens/s", "accept", "written", "snapshots", "token for token equal"):
         assert words in out, out
     report = _json(capsys, *arguments)
     assert [way["name"] for way in report["ways"]] == ["transformers", "replay", "replay + drafts"]

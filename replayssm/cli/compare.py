@@ -22,6 +22,7 @@ from replayssm.cli.load import Loaded
 
 REPEATS = 3  # timed runs of each way, interleaved; the median counts
 PATIENCE = 20.0  # seconds for one run of all ways, above which the first runs count
+CAPTION = "state: bytes of checkpoints and ring, read and written per token; {threads}"
 
 
 @dataclass
@@ -152,16 +153,11 @@ def _way(way: Way, base: Way, state: int) -> dict[str, Any]:
 
 
 def _print(report: dict[str, Any], console: Console) -> None:
-    columns = (
-        "",
-        "tokens/s",
-        "speed",
-        "accept\nrate",
-        "tokens\na round",
-        "state read\na token",
-        "state written\na token",
+    columns = ("", "tokens/s", "speed", "accept\nrate", "tokens\na round", "state\nread", "state\nwritten")
+    threads = f"{report['threads']} thread{'s' if report['threads'] > 1 else ''}"
+    table = Table(
+        box=box.SIMPLE_HEAD, caption=CAPTION.format(threads=threads), caption_justify="left", caption_style="dim"
     )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", no_wrap=True)
     for way in report["ways"]:
@@ -177,7 +173,7 @@ def _print(report: dict[str, Any], console: Console) -> None:
     console.print(table)
     memory, tokens = report["memory"], report["num_draft_tokens"] + 1
     console.print(
-        f"memory of one sequence: bare state {_size(memory['state'])}, "
+        f"\nmemory of one sequence: bare state {_size(memory['state'])}, "
         f"with the ring {_size(memory['replay'])} ({memory['replay'] / memory['state']:.2f}x), "
         f"with snapshots of {tokens} tokens {_size(memory['snapshots'])} ({memory['snapshots'] / memory['state']:.2f}x)"
     )

@@ -16,6 +16,8 @@ from torch import Tensor
 from replayssm import models
 from replayssm.cli.errors import CommandError, UsageError
 
+SMALL = 50_000_000  # parameters; the matrices of a smaller model are done before a second thread has joined
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -61,6 +63,8 @@ def load(options: argparse.Namespace) -> Loaded:
     dtype = getattr(torch, options.dtype)
     tokenizer = _pretrained(transformers.AutoTokenizer, name, "tokenizer")
     model = _pretrained(transformers.AutoModelForCausalLM, name, "model", dtype=dtype)
+    if model.num_parameters() < SMALL and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
     draft = None
     if options.draft not in ("none", "lookup"):
         draft = _pretrained(transformers.AutoModelForCausalLM, options.draft, "draft model", dtype=dtype)

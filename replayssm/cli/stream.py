@@ -83,8 +83,7 @@ class LiveStream:
         self._steps = TextSteps(decode)
         self._console = console
         self._live = Live(console=console, refresh_per_second=12, transient=True)
-        shown = prompt if len(prompt) <= PROMPT_SHOWN else "… " + prompt[-PROMPT_SHOWN:]
-        self._growing = Text.assemble((shown.translate(HARMLESS), "dim"))
+        self._growing = Text.assemble((_end_of(prompt).translate(HARMLESS), "dim"))
         self._in_prompt = True
         self._tokens = self._drafted = self._accepted = 0
         self._started = 0.0
@@ -135,3 +134,12 @@ class LiveStream:
         if self._drafted:
             line += f" · {self._accepted / self._drafted:.0%} of the drafts accepted"
         return Text(line, style="cyan")
+
+
+def _end_of(prompt: str) -> str:
+    """Return the prompt, of a long one the last lines, or words where a line is long."""
+    if len(prompt) <= PROMPT_SHOWN:
+        return prompt
+    end = prompt[-PROMPT_SHOWN:]
+    separator = "\n" if "\n" in end else " "
+    return "…" + separator + end.partition(separator)[2] if separator in end else "…" + end
