@@ -11,6 +11,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+__all__ = ["NAMES", "demo_prompt", "heldout_prompts", "path"]
+
 NAMES = ("tiny-mamba2",)
 
 
