@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from replayssm.checks import checked_mode
 from replayssm.custom_op import define
 from replayssm.dispatch import implementation
 from replayssm.mamba.arguments import Sizes, check_checkpointing_ssu, check_replayssm_materialize
+from replayssm.mamba.checked import check_values
 
 __all__ = ["checkpointing_ssu", "replayssm_materialize"]
 
@@ -20,7 +22,10 @@ _CHECKED_LIMIT = 1024
 
 
 def _run_checkpointing_ssu(*args: Any) -> None:
-    implementation("mamba", args[0].device).checkpointing_ssu(*args)
+    run = implementation("mamba", args[0].device).checkpointing_ssu
+    if checked_mode():
+        check_values(*args)
+    run(*args)
 
 
 def _run_replayssm_materialize(*args: Any) -> None:
