@@ -26,7 +26,7 @@ class Attachment:
         vocab_size: width of the logits.
         padding: row counts of the matrix products.
         replaced: modules whose ``forward`` was replaced, with what their ``__dict__`` held before (None: nothing).
-        stored_dtypes: tensors that were converted to fp32, with the dtype to go back to.
+        stored: tensors whose storage was changed, with the dtype and strides to go back to.
     """
 
     family: ModuleType
@@ -35,7 +35,7 @@ class Attachment:
     vocab_size: int
     padding: RowPadding
     replaced: list[tuple[nn.Module, Any]] = field(default_factory=list)
-    stored_dtypes: list[tuple[Tensor, torch.dtype]] = field(default_factory=list)
+    stored: list[tuple[Tensor, torch.dtype, tuple[int, ...]]] = field(default_factory=list)
 
 
 def attachment_of(model: PreTrainedModel) -> Attachment | None:

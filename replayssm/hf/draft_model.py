@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from replayssm.hf.attach import attach, detach
 from replayssm.hf.attachment import attachment_of
 from replayssm.hf.cache import ReplayCache
-from replayssm.hf.forward import Forward, group_by_length
+from replayssm.hf.forward import Forward
 from replayssm.hf.sampling import Greedy, Gumbel
 
 
@@ -49,9 +49,8 @@ class ModelDrafter:
         """See Drafter: the draft model's prefill."""
         self._rows = [list(prompt) for prompt in prompts]
         self._seen = [len(prompt) for prompt in prompts]
-        for rows in group_by_length(prompts):
-            self._cache.select(rows)
-            self._forward([self._rows[row] for row in rows], last_only=True)
+        for row, prompt in enumerate(prompts):
+            self._forward.prefill(row, prompt)
 
     def propose(self, rows: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
         """See Drafter."""

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 # Row counts up to this one are measured each; larger ones are spot-checked and then left as they are.
 _MEASURED = 32
 _SPOT_CHECKS = (33, 40, 47, 63)
-_measurements: dict[tuple[int, int, bool, int], tuple[frozenset[int], bool]] = {}
+_measurements: dict[tuple[object, ...], tuple[frozenset[int], bool]] = {}
 
 
 def _measure(linear: nn.Linear) -> tuple[frozenset[int], bool]:
     """Row counts whose products agree with those of 64 rows, and whether all spot checks above them agree too."""
     weight, bias = linear.weight, linear.bias
-    key = (*weight.shape, bias is not None, torch.get_num_threads())
+    key = (weight.shape, weight.stride(), bias is not None, torch.get_num_threads())
     if key not in _measurements:
         rows = torch.randn(65, weight.shape[1], generator=torch.Generator().manual_seed(0), dtype=weight.dtype)
         with torch.no_grad():

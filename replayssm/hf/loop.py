@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from replayssm.hf.attachment import attachment_of
 from replayssm.hf.cache import ReplayCache
 from replayssm.hf.drafts import Drafter
-from replayssm.hf.forward import Forward, group_by_length
+from replayssm.hf.forward import Forward
 from replayssm.hf.sampling import Greedy, Gumbel
 from replayssm.hf.stats import GenerationStats
 from replayssm.hf.stopping import Rules
@@ -109,10 +109,8 @@ class Decoder:
         ) as cache:
             forward = Forward(self._model, cache)
             self._drafter.start(self._prompts)
-            for rows in group_by_length(self._prompts):
-                cache.select(rows)
-                logits = forward([self._prompts[row] for row in rows], last_only=True)
-                self._take(rows, logits, [[] for _ in rows])
+            for row, prompt in enumerate(self._prompts):
+                self._take([row], forward.prefill(row, prompt), [[]])
             prefilled = time.perf_counter()
             while self._active:
                 self._round(cache, forward)
