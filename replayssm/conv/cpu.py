@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -23,33 +24,33 @@ def causal_conv1d_replay(
 ) -> None:
     """See :func:`replayssm.conv.causal_conv1d_replay`."""
     requests = _plan(rows, conv_start, x, state_batch_indices, pad_slot_id, cu_seqlens, max_seqlen)
-    count = sum(request.length for request in requests)
-    if not count:
+    if not requests:
         return
-    # The live requests' tokens, in the flattened x and out; None when those are all tokens, in order.
-    owned = None
-    if cu_seqlens is not None or count < x.shape[0] * x.shape[1]:
-        owned = [t for request in requests for t in range(request.first, request.first + request.length)]
-    tokens = x.reshape(-1, x.shape[2])
-    result = _convolve(_exchange(rows, requests, tokens if owned is None else tokens[owned], weight), weight, bias)
+    result = _convolve(_exchange(rows, requests, x, weight.shape[1]), weight, bias)
     if activation == "silu":
         # silu(v) = v / (1 + exp(-v)), spelled out: torch's own silu rounds differently in its vector and scalar
         # loops, and which of them an element meets depends on the shape.
         result /= result.neg().exp_().add_(1)
-    if owned is None:
+    if result.shape[0] == out.shape[0] * out.shape[1] and cu_seqlens is None:
         out.copy_(result.view(out.shape))
     else:
-        own = torch.tensor(owned)
-        out[own // x.shape[1], own % x.shape[1]] = result.to(out.dtype)
+        parts = result.split([request.length for request in requests])
+        for request, part in zip(requests, parts, strict=True):
+            request.tokens_of(out).copy_(part)
 
 
 class _Request(NamedTuple):
-    """A request that is not padding: its slot, the first row of its history, its tokens in the flattened x."""
+    """A request with tokens that is not padding: its slot, the first row of its history, where its tokens are in x."""
 
     slot: int
     start: int
+    row: int
     first: int
     length: int
+
+    def tokens_of(self, x: Tensor) -> Tensor:
+        """The request's part ``[length, channels]`` of x or out."""
+        return x[self.row] if self.length == x.shape[1] else x[self.row, self.first : self.first + self.length]
 
 
 def _plan(
@@ -78,9 +79,9 @@ def _plan(
             raise ValueError(
                 f"conv_start: expected 0 <= conv_start < conv_len={conv_len}, got {starts[slot]} at slot {slot}"
             )
-        first, length = b * num_tokens, num_tokens
+        row, first, length = b, 0, num_tokens
         if bounds is not None:
-            first, length = bounds[b], bounds[b + 1] - bounds[b]
+            row, first, length = 0, bounds[b], bounds[b + 1] - bounds[b]
             if not 0 <= length <= max_seqlen:
                 raise ValueError(
                     f"cu_seqlens: expected 0 to max_seqlen={max_seqlen} tokens a request, got {length} at [{b}]"
@@ -90,41 +91,34 @@ def _plan(
                     f"cu_seqlens: expected tokens within x's {num_tokens}, got {first}..{bounds[b + 1]} at [{b}]"
                 )
         seen.add(slot)
-        requests.append(_Request(slot, starts[slot], first, length))
+        if length:
+            requests.append(_Request(slot, starts[slot], row, first, length))
     return requests
 
 
-def _exchange(rows: Tensor, requests: list[_Request], tokens: Tensor, weight: Tensor) -> Tensor:
-    """Write the tokens into the ring and return every token's window ``[tokens, width, channels]``.
+@lru_cache(maxsize=1024)
+def _window_rows(conv_len: int, width: int, length: int) -> tuple[Tensor, Tensor]:
+    """Ring rows by the row where the history begins: of the windows of ``length`` tokens, and of the tokens themselves.
 
-    Args:
-        rows: the ring, written in place.
-        requests: whose tokens they are, in order.
-        tokens: ``[sum of the lengths, channels]``.
-        weight: ``[channels, width]``, for its width.
+    Returns:
+        int64 ``[conv_len, length * width]`` and ``[conv_len, length]``.
     """
-    slots, conv_len, channels = rows.shape
-    width = weight.shape[1]
-    flat = rows.stride(0) % channels == 0  # then the pool is a table of rows, and one index is enough
-    pitch = rows.stride(0) // channels if flat else conv_len
-    index = torch.tensor(
-        [
-            slot * pitch + (start + row) % conv_len
-            for slot, start, _, length in requests
-            for token in range(length)
-            for row in range(token, token + width)
-        ]
-    )
-    newest = slice(width - 1, None, width)
-    if flat:
-        table = rows.as_strided(((slots - 1) * pitch + conv_len, channels), (channels, 1))
-        table.index_copy_(0, index[newest], tokens)
-        gathered = table.index_select(0, index)
-    else:
-        slot, row = index // conv_len, index % conv_len
-        rows[slot[newest], row[newest]] = tokens
-        gathered = rows[slot, row]
-    return gathered.view(-1, width, channels)
+    start = torch.arange(conv_len).view(-1, 1, 1)
+    token = torch.arange(length).view(-1, 1)
+    windows = (start + token + torch.arange(width)) % conv_len
+    return windows.flatten(1), windows[:, :, -1].contiguous()
+
+
+def _exchange(rows: Tensor, requests: list[_Request], x: Tensor, width: int) -> Tensor:
+    """Write the tokens into the rings and return every token's window ``[tokens, width, channels]``."""
+    gathered = []
+    for request in requests:
+        ring = rows[request.slot]
+        windows, newest = _window_rows(rows.shape[1], width, request.length)
+        ring.index_copy_(0, newest[request.start], request.tokens_of(x))
+        gathered.append(ring.index_select(0, windows[request.start]))
+    every = gathered[0] if len(gathered) == 1 else torch.cat(gathered)
+    return every.view(-1, width, rows.shape[2])
 
 
 def _convolve(windows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
