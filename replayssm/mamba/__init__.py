@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf
 from typing import Any
 
@@ -183,6 +184,12 @@ def _checked_sizes(tensors: dict[str, Tensor | None], others: tuple[Any, ...]) -
     return sizes
 
 
+def _outside_graphs() -> Callable[..., None]:
+    # A compiled graph may work on copies of what it changes, and the addresses would miss them: break the graph. Made
+    # late, since torch.compiler.disable loads the compiler.
+    return torch.compiler.disable(_replayssm_materialize, reason="replayssm_materialize writes through addresses")
+
+
 def replayssm_materialize(
     state_ptrs: Tensor,
     state_slot_strides: Tensor,
@@ -262,11 +269,12 @@ def replayssm_materialize(
         rand_seed: int64, one element, required with philox_rounds > 0. Layer l rounds as a flush into the destination
             slot with the seed ``rounding.layer_seed(rand_seed, l)`` does.
         philox_rounds: rounds of the random generator, 0..32; 0 rounds to nearest.
-        dependency_inputs: tensors that hold what is read. Under torch.compile they order the call behind their
-            writers. On the CPU, when there are any, each source, ring and A must lie inside one of them or of
-            dependency_outputs.
-        dependency_outputs: tensors that hold what is written; torch.compile learns from them alone what the call
-            changes. On the CPU, when there are any, each destination must lie inside one of them.
+        dependency_inputs: tensors that hold what is read. On the CPU, when there are any, each source, ring and A must
+            lie inside one of them or of dependency_outputs.
+        dependency_outputs: tensors that hold what is written. On the CPU, when there are any, each destination must lie
+            inside one of them. The registered op (``torch.ops.replayssm.replayssm_materialize``) declares that it
+            changes these and nothing else. This function breaks the graph under torch.compile, because a compiled
+            graph may hold copies that the addresses miss; ``fullgraph=True`` refuses it.
 
     Raises:
         TypeError: a table is no tensor.
@@ -302,7 +310,8 @@ def replayssm_materialize(
         rand_seed,
         {"dependency_inputs": dependency_inputs, "dependency_outputs": dependency_outputs},
     )  # fmt: skip
-    _replayssm_materialize(
+    run = _outside_graphs() if torch.compiler.is_compiling() else _replayssm_materialize
+    run(
         state_ptrs, state_slot_strides, x_cache_ptrs, x_cache_slot_strides, B_cache_ptrs, B_cache_slot_strides,
         dt_cache_ptrs, dt_cache_slot_strides, A_ptrs, state_scale_ptrs, state_scale_slot_strides, src_slots, dst_slots,
         ring_start, replay_prefix_len, active_request_indices, state_dtype, input_dtype, matrixA_dtype, dim, dstate,

@@ -1,0 +1,98 @@
+"""The checks' messages: name, expectation with the sizes that are known, fact."""
+
+import pytest
+import torch
+
+from replayssm.checks import (
+    check_device,
+    check_dtype,
+    check_packed,
+    check_range,
+    check_shape,
+    check_tensor,
+    check_unique,
+    check_values,
+    checked_mode,
+)
+
+
+def test_shape_binds_names_only_when_the_whole_shape_fits():
+    sizes = {"slots": 4}
+    check_shape("a", torch.zeros(4, 7, 3), "slots rows 3", sizes)
+    assert sizes == {"slots": 4, "rows": 7}
+    with pytest.raises(ValueError, match=r"^b: expected shape \[slots=4, columns, rows=7\], got \[4, 9, 8\]$"):
+        check_shape("b", torch.zeros(4, 9, 8), "slots columns rows", sizes)
+    assert sizes == {"slots": 4, "rows": 7}
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "message"),
+    [
+        ((4,), "slots rows", r"expected shape \[slots, rows\], got \[4\]"),
+        ((4, 5), "slots 3", r"expected shape \[slots, 3\], got \[4, 5\]"),
+        ((), "slots", r"expected shape \[slots\], got \[\]"),
+    ],
+)
+def test_shape_messages(shape, spec, message):
+    with pytest.raises(ValueError, match=f"^a: {message}$"):
+        check_shape("a", torch.zeros(shape), spec, {})
+
+
+@pytest.mark.parametrize("value", [None, 3, [1.0], "tensor"])
+def test_tensor(value):
+    with pytest.raises(TypeError, match=f"^a: expected a torch.Tensor, got {type(value).__name__}$"):
+        check_tensor("a", value)
+    with pytest.raises(TypeError, match=r"^a: expected a torch\.Tensor"):
+        check_shape("a", value, "n", {})
+
+
+def test_dtype_and_device():
+    check_dtype("a", torch.zeros(2), torch.int32, torch.float32)
+    with pytest.raises(ValueError, match=r"^a: expected dtype torch.int32 or torch.int64, got torch.float32$"):
+        check_dtype("a", torch.zeros(2), torch.int32, torch.int64)
+    check_device("a", torch.zeros(2), torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"^a: expected device meta, got cpu$"):
+        check_device("a", torch.zeros(2), torch.device("meta"))
+
+
+def test_packed_looks_at_inner_axes_of_size_above_one_only():
+    wide = torch.zeros(4, 10, 3, 5)
+    check_packed("a", wide[:, ::2], 2)
+    check_packed("a", wide[:, :, :1], 3)
+    check_packed("a", wide[:, :, 1:2, :].transpose(2, 3)[..., :1], 3)
+    with pytest.raises(
+        ValueError, match=r"^a: expected axes 1..3 .*\(stride 15 at axis 1\), got strides \[150, 30, 5, 1\]$"
+    ):
+        check_packed("a", wide[:, ::2], 1)
+    with pytest.raises(ValueError, match="stride 1 at axis 3"):
+        check_packed("a", wide.transpose(2, 3), 2)
+
+
+def test_range():
+    check_range("a", 1, 1, 3)
+    check_range("a", 3, 1, 3)
+    with pytest.raises(ValueError, match=r"^a: expected 1 <= a <= 3 \(rows\), got 4$"):
+        check_range("a", 4, 1, 3, "rows")
+    with pytest.raises(ValueError, match=r"^a: expected 1 <= a <= 3, got 0$"):
+        check_range("a", 0, 1, 3)
+
+
+def test_values_reports_the_first_bad_element():
+    check_values("a", torch.tensor([[0, 3], [2, 1]]), 0, 3)
+    with pytest.raises(ValueError, match=r"^a: expected values in 0..3 \(rows\), got 4 at \[1, 0\]$"):
+        check_values("a", torch.tensor([[0, 3], [4, -1]]), 0, 3, "rows")
+
+
+def test_unique_ignores_padding():
+    check_unique("a", torch.tensor([-1, 4, -1, 0, -7, -7]))
+    with pytest.raises(ValueError, match=r"^a: expected distinct slots, got 4 more than once$"):
+        check_unique("a", torch.tensor([4, -1, 3, 4]))
+
+
+@pytest.mark.parametrize(("value", "on"), [("1", True), ("0", False), ("", False), (None, False)])
+def test_checked_mode(value, on, monkeypatch):
+    if value is None:
+        monkeypatch.delenv("REPLAYSSM_CHECK", raising=False)
+    else:
+        monkeypatch.setenv("REPLAYSSM_CHECK", value)
+    assert checked_mode() is on
