@@ -115,11 +115,12 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
             linear.weight.data = linear.weight.data.t().contiguous().t()
     parameters = inspect.signature(model.forward).parameters
     cache_name = "cache" if "cache" in parameters else "cache_params"
-    attachment = Attachment(family, mixers, cache_name, head.out_features, RowPadding(linears), stored=stored)
+    padding = RowPadding(linears)
+    attachment = Attachment(model.config.model_type, mixers, cache_name, padding, stored=stored)
     for position, mixer in enumerate(mixers):
         _replace(attachment, mixer, MixerForward(mixer, mixer.forward, position, cache_name))
     for linear in linears:
-        _replace(attachment, linear, PaddedLinear(linear, attachment.padding))
+        _replace(attachment, linear, PaddedLinear(linear, padding))
     setattr(model, ATTRIBUTE, attachment)
     return model
 

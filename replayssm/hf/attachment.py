@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from replayssm.hf.linear import RowPadding
+from replayssm.hf.mixers import FAMILIES
 
 ATTRIBUTE = "_replayssm_attachment"
 
@@ -20,22 +21,25 @@ class Attachment:
     """What attach did to one model.
 
     Attributes:
-        family: the adapter module of ``replayssm.hf.mixers``.
+        model_type: key of the model's adapter in ``replayssm.hf.mixers.FAMILIES``.
         mixers: the recurrent layers, in order.
         cache_name: the forward's name for the cache: ``cache``, before transformers 5.24 ``cache_params``.
-        vocab_size: width of the logits.
         padding: row counts of the matrix products.
         replaced: modules whose ``forward`` was replaced, with what their ``__dict__`` held before (None: nothing).
         stored: tensors whose storage was changed, with the dtype and strides to go back to.
     """
 
-    family: ModuleType
+    model_type: str
     mixers: list[nn.Module]
     cache_name: str
-    vocab_size: int
     padding: RowPadding
     replaced: list[tuple[nn.Module, Any]] = field(default_factory=list)
     stored: list[tuple[Tensor, torch.dtype, tuple[int, ...]]] = field(default_factory=list)
+
+    @property
+    def family(self) -> ModuleType:
+        """The adapter module; looked up, because a module object would keep an attached model from being copied."""
+        return FAMILIES[self.model_type]
 
 
 def attachment_of(model: PreTrainedModel) -> Attachment | None:

@@ -66,6 +66,6 @@ class Rules:
 
     def ends(self, tokens: Tensor, scores: Tensor, room: int) -> bool:
         """Whether a row ends behind its newest token ``tokens[0, -1]``, with ``room`` tokens left behind it."""
-        if room == 0 or int(tokens[0, -1]) in self.end_tokens:
-            return True
-        return bool(torch.as_tensor(self.criteria(tokens, scores)).any()) if self.criteria else False
+        # Criteria are asked behind every token, the last one too: they may keep count.
+        stopped = bool(torch.as_tensor(self.criteria(tokens, scores)).any()) if self.criteria else False
+        return stopped or room == 0 or int(tokens[0, -1]) in self.end_tokens

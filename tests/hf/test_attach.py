@@ -1,0 +1,236 @@
+"""attach, detach, what is refused, and matrix products that do not depend on the number of rows."""
+
+import copy
+
+import pytest
+import torch
+from tiny_mamba2 import fresh_model, greedy_text, make_prompts, shared_model, step_logits
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    JambaConfig,
+    Mamba2Model,
+    MambaConfig,
+    MambaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import replayssm.hf as hf
+from replayssm.hf import linear as linear_module
+from replayssm.hf.attachment import attachment_of
+from replayssm.hf.linear import RowPadding
+
+IDS = torch.tensor([[3, 9, 4, 9, 3, 9], [1, 2, 3, 4, 5, 6]])
+
+
+def everything(model):
+    """All attributes of all modules that attach could touch, tensors by bytes, dtype and strides."""
+    tensors = {
+        name: (tensor.dtype, tensor.stride(), tensor.detach().clone(), id(tensor))
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    }
+    return tensors, {name: sorted(module.__dict__) for name, module in model.named_modules()}
+
+
+@pytest.mark.parametrize("name", ["biases", "tied"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_detach_leaves_no_trace(name, dtype):
+    model = fresh_model(name).to(dtype)
+    model.backbone.layers[0].mixer.A_log.data = model.backbone.layers[0].mixer.A_log.data.float()
+    tensors, attributes = everything(model)
+    with torch.no_grad():
+        logits = model(IDS).logits
+    assert hf.attach(model) is model and hf.attach(model) is model
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    hf.generate(model, IDS, max_new_tokens=5)
+    assert attachment_of(model) is not None  # it was attached before the call
+    hf.detach(model)
+    after, attributes_after = everything(model)
+    assert attributes_after == attributes
+    for key, (dtype_before, strides, tensor, identity) in tensors.items():
+        assert after[key][:2] == (dtype_before, strides) and after[key][3] == identity, key
+        assert torch.equal(after[key][2], tensor), key
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, logits)
+    with pytest.raises(ValueError, match=r"expected a model that replayssm.hf.attach has prepared"):
+        hf.detach(model)
+
+
+def test_detach_restores_a_forward_that_was_there_before():
+    model = fresh_model()
+    mixer, calls = model.backbone.layers[1].mixer, []
+    own = type(mixer).forward.__get__(mixer)
+
+    def wrapped(*args, **kwargs):
+        calls.append(len(args))
+        return own(*args, **kwargs)
+
+    mixer.forward = wrapped
+    hf.attach(model)
+    with torch.no_grad():
+        model(IDS)
+    assert calls
+    hf.detach(model)
+    assert mixer.forward is wrapped and "forward" not in model.backbone.layers[0].mixer.__dict__
+
+
+def test_generate_detaches_what_it_attached_even_after_an_error():
+    model = fresh_model()
+    _, attributes = everything(model)
+    hf.generate(model, IDS, max_new_tokens=3)
+    assert everything(model)[1] == attributes
+    with pytest.raises(RuntimeError, match="boom"):
+        hf.generate(model, IDS, max_new_tokens=9, draft=lambda *_: (_ for _ in ()).throw(RuntimeError("boom")))
+    assert everything(model)[1] == attributes
+
+
+def test_attached_model_without_our_cache_is_the_model():
+    model, (prompt,) = fresh_model(), make_prompts("biases", (9,))
+    hf.attach(model)
+    torch.testing.assert_close(step_logits(model, prompt), step_logits(shared_model(), prompt), atol=1e-5, rtol=1e-5)
+    out = model.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False)
+    assert out[0, 9:].tolist() == greedy_text("biases", prompt, 9)
+    loss = model(IDS, labels=IDS).loss
+    loss.backward()
+    assert model.backbone.layers[0].mixer.in_proj.weight.grad.isfinite().all()
+
+
+def test_a_copy_of_an_attached_model_stands_by_itself():
+    model, (prompt,) = hf.attach(fresh_model()), make_prompts("biases", (9,))
+    clone = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    out = hf.generate(clone, torch.tensor([prompt]), max_new_tokens=9)
+    assert out[0, 9:].tolist() == greedy_text("biases", prompt, 9)
+    hf.detach(clone)
+    assert attachment_of(model) is not None
+
+
+def test_weights_changed_after_attach_are_used():
+    model, (prompt,) = hf.attach(fresh_model(seed=5)), make_prompts("biases", (9,))
+    model.load_state_dict(shared_model().state_dict())
+    out = hf.generate(model, torch.tensor([prompt]), max_new_tokens=9)
+    assert out[0, 9:].tolist() == greedy_text("biases", prompt, 9)
+
+
+def test_a_saved_bf16_model_generates_as_its_fp32_copy(tmp_path):
+    fresh_model().to(torch.bfloat16).save_pretrained(tmp_path)
+    stored = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    widened = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert stored.dtype == torch.bfloat16
+    ids = IDS[:1]
+    expected = widened.generate(ids, max_new_tokens=12, do_sample=False)
+    assert torch.equal(hf.generate(stored, ids, max_new_tokens=12), expected)
+    assert stored.dtype == torch.bfloat16
+
+
+def tiny_gpt2():
+    return GPT2LMHeadModel(GPT2Config(vocab_size=37, n_embd=16, n_layer=1, n_head=2, n_positions=32))
+
+
+def tiny_t5():
+    return T5ForConditionalGeneration(T5Config(vocab_size=37, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+
+
+def tiny_mamba1():
+    return MambaForCausalLM(MambaConfig(vocab_size=37, hidden_size=16, num_hidden_layers=1, state_size=4))
+
+
+def tiny_jamba():
+    config = JambaConfig(
+        vocab_size=37, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, num_experts=2, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=4,
+        mamba_dt_rank=2, use_mamba_kernels=False,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (tiny_gpt2, r"GPT2LMHeadModel \(model_type 'gpt2'\) has no recurrent layers to replay"),
+        (tiny_t5, r"T5ForConditionalGeneration \(model_type 't5'\) is an encoder-decoder"),
+        (tiny_mamba1, r"recurrent layers of MambaForCausalLM \(model_type 'mamba'\) are of an unsupported family"),
+        (tiny_jamba, r"model_type 'jamba'\) are of an unsupported family"),
+    ],
+)
+def test_models_that_cannot_replay(make, reason):
+    model = make()
+    for call in (lambda: hf.attach(model), lambda: hf.generate(model, IDS), lambda: hf.generate(
+        shared_model(), IDS, draft_model=model)):  # fmt: skip
+        with pytest.raises(ValueError, match=reason + r".*; supported are decoder-only models of the families mamba2"):
+            call()
+
+
+def test_other_refusals():
+    with pytest.raises(TypeError, match="expected a transformers PreTrainedModel, got Linear; supported are"):
+        hf.attach(nn.Linear(3, 4))
+    with pytest.raises(ValueError, match="no language-model head; load it with AutoModelForCausalLM"):
+        hf.attach(Mamba2Model(shared_model().config))
+    with pytest.raises(NotImplementedError, match=r"device 'meta' are not supported yet; supported: cpu"):
+        hf.attach(fresh_model().to("meta"))
+    double = fresh_model().double()
+    with pytest.raises(ValueError, match=r"weight '.*' is torch\.float64; supported weight types are torch\.float32"):
+        hf.attach(double)
+    assert attachment_of(double) is None and double.dtype == torch.float64
+    with pytest.raises(TypeError, match="unexpected keyword argument 'num_beams'"):
+        hf.generate(shared_model(), IDS, num_beams=2)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (torch.tensor([3, 4]), r"input_ids: expected shape \[batch, length\], got \[2\]"),
+        (torch.tensor([[3.0]]), r"input_ids: expected dtype torch\.int64 or torch\.int32, got torch\.float32"),
+        (torch.zeros(0, 3, dtype=torch.int64), "at least one row, got none"),
+        (torch.zeros(2, 0, dtype=torch.int64), "at least one token in every row, got an empty row 0"),
+        (torch.tensor([[3, 4], [5, 61]]), r"input_ids: expected token ids in 0\.\.60, got another one in row 1"),
+        ([[3, 4]], "input_ids: expected a torch.Tensor, got list"),
+    ],
+)
+def test_wrong_prompts(ids, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        hf.generate(shared_model(), ids)
+
+
+def test_mask_of_another_shape():
+    with pytest.raises(ValueError, match=r"attention_mask: expected shape \[batch=2, length=6\], got \[2, 5\]"):
+        hf.generate(shared_model(), IDS, attention_mask=torch.ones(2, 5))
+
+
+@pytest.mark.parametrize("shape", [(24, 90), (33, 57), (40, 301)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_padded_products_do_not_depend_on_the_number_of_rows(shape, bias, threads):
+    torch.set_num_threads(threads)
+    try:
+        linear = nn.Linear(*shape, bias=bias)
+        padding = RowPadding([linear])
+        assert padding.exact
+        x = torch.randn(50, shape[0])
+        with torch.no_grad():
+            expected = padding.multiply(linear, x)
+            torch.testing.assert_close(expected, linear(x))
+            for count in range(1, 50):
+                assert torch.equal(padding.multiply(linear, x[:count]), expected[:count]), count
+                batch = padding.multiply(linear, x[50 - count :].view(1, count, -1))
+                assert torch.equal(batch[0], expected[50 - count :]), count
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_a_machine_where_rows_never_agree_is_reported(monkeypatch):
+    linear = nn.Linear(19, 23)
+    calls = iter(range(10**6))
+    own = linear_module.F.linear
+    monkeypatch.setattr(linear_module.F, "linear", lambda *args: own(*args) + next(calls) * 1e-3)
+    with pytest.warns(UserWarning, match="round a row differently"):
+        padding = RowPadding([linear])
+    monkeypatch.undo()
+    assert not padding.exact
+    x = torch.randn(5, 19)
+    assert torch.equal(padding.multiply(linear, x), own(x, linear.weight, linear.bias))

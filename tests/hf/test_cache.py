@@ -1,0 +1,172 @@
+"""ReplayCache by itself: forwards, crop, accept, and what it refuses."""
+
+import pytest
+import torch
+from tiny_mamba2 import cache_name, fresh_model, make_prompts, step_logits
+from transformers import DynamicCache
+
+import replayssm.hf as hf
+
+TEXT = make_prompts("biases", (30,), seed=5)[0]
+OTHER = make_prompts("biases", (30,), seed=6)[0]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return hf.attach(fresh_model())
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return step_logits(fresh_model(), TEXT)
+
+
+def feed(model, cache, tokens):
+    with torch.no_grad():
+        return model(torch.tensor([tokens]), **{cache.name: cache}).logits[0]
+
+
+def close(got, expected):
+    torch.testing.assert_close(got, expected, atol=3e-5, rtol=3e-5)
+
+
+@pytest.mark.parametrize("wrong", range(6))
+@pytest.mark.parametrize("window", [5, 7, 16])
+def test_crop_takes_tokens_back_in_every_layer(model, expected, wrong, window):
+    with hf.ReplayCache(model, 1, max_tokens=5, window=window) as cache:
+        close(feed(model, cache, TEXT[:8]), expected[:8])
+        at = 8
+        for _ in range(4):
+            right = 5 - wrong
+            got = feed(model, cache, TEXT[at : at + right] + OTHER[:wrong])
+            close(got[:right], expected[at : at + right])
+            cache.crop(-wrong)
+            at += right
+            assert cache.get_seq_length() == at
+        close(feed(model, cache, TEXT[at : at + 1]), expected[at : at + 1])
+
+
+def test_transformers_own_crop_keeps_rejected_tokens(expected):
+    """The reason for this cache; if it fails, transformers has learned to roll back and the docs should say so."""
+    plain = fresh_model()
+    cache = DynamicCache(config=plain.config)
+    cache.activate_past_recording()
+    with torch.no_grad():
+        for tokens in (TEXT[:8], TEXT[8:10] + OTHER[:3]):
+            plain(torch.tensor([tokens]), **{cache_name(plain): cache})
+        cache.crop(-3)
+        got = plain(torch.tensor([TEXT[10:12]]), **{cache_name(plain): cache}).logits[0]
+    assert (got - expected[10:12]).abs().max() > 1e-2
+
+
+def test_pending_tokens_count_as_accepted_and_crop_zero_accepts(model, expected):
+    with hf.ReplayCache(model, 1) as cache:
+        assert not cache.has_previous_state() and cache.get_seq_length() == 0
+        for a, b in ((0, 3), (3, 4), (4, 10), (10, 18), (18, 19)):
+            close(feed(model, cache, TEXT[a:b]), expected[a:b])
+        cache.crop(0)
+        with pytest.raises(ValueError, match=r"expected at least 0, the newest forward's tokens.*got -1"):
+            cache.crop(-1)
+        close(feed(model, cache, TEXT[19:22]), expected[19:22])
+        assert cache.has_previous_state() and cache.is_croppable and not cache.is_compileable
+
+
+def test_rows_accept_different_counts(model, expected):
+    others = step_logits(fresh_model(), OTHER)
+    with hf.ReplayCache(model, 2, max_tokens=4, window=6) as cache, torch.no_grad():
+        model(torch.tensor([TEXT[:5], OTHER[:5]]), **{cache.name: cache})
+        at = [5, 5]
+        for counts in ([4, 1], [0, 3], [2, 4], [3, 0], [1, 4]):
+            windows = [TEXT[at[0] : at[0] + 4], OTHER[at[1] : at[1] + 4]]
+            logits = model(torch.tensor(windows), **{cache.name: cache}).logits
+            close(logits[0], expected[at[0] : at[0] + 4])
+            close(logits[1], others[at[1] : at[1] + 4])
+            cache.accept(counts)
+            at = [a + c for a, c in zip(at, counts, strict=True)]
+        cache.select([1])
+        close(feed(model, cache, OTHER[at[1] : at[1] + 2]), others[at[1] : at[1] + 2])
+
+
+def test_a_forward_that_was_taken_back_repeats_its_bits(model):
+    with hf.ReplayCache(model, 1) as cache:
+        feed(model, cache, TEXT[:5])
+        first = feed(model, cache, TEXT[5:9])
+        cache.crop(-4)
+        assert torch.equal(feed(model, cache, TEXT[5:9]), first)
+
+
+def test_other_rows_are_neither_read_nor_written(model, expected):
+    with hf.ReplayCache(model, 3) as cache, torch.no_grad():
+        model(torch.tensor([TEXT[:5]] * 3), **{cache.name: cache})
+        for buffers in cache.pool.buffers:
+            for tensor in (buffers.state, buffers.x_cache, buffers.conv_rows):
+                tensor[1] = torch.nan
+        cache.select([2, 0])
+        got = model(torch.tensor([TEXT[5:8]] * 2), **{cache.name: cache}).logits
+        close(got[0], expected[5:8])
+        close(got[1], expected[5:8])
+        assert all(buffers.state[1].isnan().all() for buffers in cache.pool.buffers)
+
+
+def test_reset_and_reuse_after_a_poisoned_tenant(model, expected):
+    with hf.ReplayCache(model, 1) as cache:
+        for tokens in (OTHER[:6], OTHER[6:10]):
+            feed(model, cache, tokens)
+        for buffers in cache.pool.buffers:
+            for tensor in (buffers.state, buffers.x_cache, buffers.B_cache, buffers.dt_cache, buffers.conv_rows):
+                tensor.fill_(torch.nan)
+        cache.reset()
+        for a, b in ((0, 2), (2, 7), (7, 8)):
+            close(feed(model, cache, TEXT[a:b]), expected[a:b])
+
+
+def test_refusals(model):
+    name = cache_name(model)
+    with pytest.raises(ValueError, match=r"call replayssm\.hf\.attach\(model\) first"):
+        hf.ReplayCache(fresh_model(), 1)
+    with pytest.raises(ValueError, match="batch_size: expected a number >= 1, got 0"):
+        hf.ReplayCache(model, 0)
+    with pytest.raises(ValueError, match="max_tokens"):
+        hf.ReplayCache(model, 1, max_tokens=9, window=8)
+    with hf.ReplayCache(model, 2, max_tokens=3) as cache, torch.no_grad():
+        with pytest.raises(ValueError, match="expected 2 rows as the ReplayCache has, got 1"):
+            model(torch.tensor([[3, 4]]), **{name: cache})
+        with pytest.raises(ValueError, match="strips padding itself"):
+            model(torch.tensor([[3, 4], [5, 6]]), attention_mask=torch.tensor([[0, 1], [1, 1]]), **{name: cache})
+        cache.select([0])
+        model(torch.tensor([[3, 4]]), **{name: cache})
+        cache.select([0, 1])
+        with pytest.raises(ValueError, match="rows with and without a past"):
+            model(torch.tensor([[3], [4]]), **{name: cache})
+        cache.select([0])
+        with pytest.raises(ValueError, match="at most max_tokens=3 tokens after the prefill, got 4"):
+            model(torch.tensor([[3, 4, 5, 6]]), **{name: cache})
+        with pytest.raises(ValueError, match="found none"):
+            cache.accept([1])
+        model(torch.tensor([[3, 4]]), **{name: cache})
+        for counts in ([3], [-1], [1, 1]):
+            with pytest.raises(ValueError, match=r"expected 1 numbers in 0\.\.2"):
+                cache.accept(counts)
+        with pytest.raises(ValueError, match="expected zero or a negative number, got 1"):
+            cache.crop(1)
+        with pytest.raises(ValueError, match=r"expected at least -2, .*got -3"):
+            cache.crop(-3)
+        cache.crop(-2)
+        for rows in ([0, 0], [2], [-1]):
+            with pytest.raises(ValueError, match=r"rows: expected distinct numbers in 0\.\.1"):
+                cache.select(rows)
+        for call in (lambda: cache.reorder_cache(torch.tensor([1, 0])), lambda: cache.batch_repeat_interleave(2),
+                     lambda: cache.batch_select_indices(torch.tensor([0]))):  # fmt: skip
+            with pytest.raises(NotImplementedError, match="ReplayCache"):
+                call()
+    unattached = pytest.raises(RuntimeError, match="the model is not attached")
+    with hf.ReplayCache(model, 1) as cache, torch.no_grad(), unattached:
+        fresh_model()(torch.tensor([[3, 4]]), **{name: cache})
+
+
+def test_close_frees_the_slots_once(model):
+    cache = hf.ReplayCache(model, 3)
+    assert cache.pool.num_free == 0
+    cache.close()
+    cache.close()
+    assert cache.pool.num_free == 3
