@@ -22,8 +22,8 @@ STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.
 # Half a unit in the last place, relative to the value: the error of one rounding to nearest.
 _HALF_ULP = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float8_e4m3fn: 2.0**-4}
 # fp32 sums of n products differ from fp64 by at most n half-units of the sum of magnitudes, in practice by sqrt(n);
-# 64 covers every size that is tested.
-_FP32_SUM = 64 * 2.0**-24
+# Measured: 8 with 20 rows and a state dim of 128.
+_FP32_SUM = 32 * 2.0**-24
 
 
 class Tolerance(NamedTuple):
