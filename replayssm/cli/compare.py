@@ -22,7 +22,7 @@ from replayssm.cli.load import Loaded
 
 REPEATS = 3  # timed runs of each way, interleaved; the median counts
 PATIENCE = 20.0  # seconds for one run of all ways, above which the first runs count
-CAPTION = "state: bytes of checkpoints and ring, read and written per token; {threads}"
+CAPTION = "tokens/s after the prompt, {threads}; state: bytes of checkpoint and ring a token\n"
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Way:
 
     @property
     def tokens_per_second(self) -> float:
-        """Median over the timed runs."""
+        """Speed after the prompt, median over the timed runs."""
         return statistics.median(result.tokens_per_second for result in self.results)
 
 
@@ -80,6 +80,7 @@ def _measure(ways: list[Way]) -> None:
 
 def _transformers(loaded: Loaded, options: argparse.Namespace) -> Result:
     """Run transformers' own generate on the model as it was loaded."""
+    from replayssm.cli.stream import Clock
     from replayssm.hf import detach
     from replayssm.hf.attachment import attachment_of
 
@@ -87,15 +88,18 @@ def _transformers(loaded: Loaded, options: argparse.Namespace) -> Result:
         detach(loaded.model)
     sampling = {"temperature": options.temperature, "top_k": options.top_k or 0, "top_p": options.top_p or 1.0}
     torch.manual_seed(options.seed)
+    clock = Clock()
     started = time.perf_counter()
     sequences = loaded.model.generate(
         loaded.input_ids,
         attention_mask=torch.ones_like(loaded.input_ids),
         max_new_tokens=options.max_new_tokens,
         do_sample=options.temperature > 0,
+        streamer=clock,
         **(sampling if options.temperature > 0 else {}),
     )
-    return Result(sequences[0, loaded.input_ids.shape[1] :], time.perf_counter() - started, None)
+    seconds = time.perf_counter() - started
+    return Result(sequences[0, loaded.input_ids.shape[1] :], seconds, clock.last - clock.first, None)
 
 
 def _report(loaded: Loaded, options: argparse.Namespace, ways: list[Way]) -> dict[str, Any]:
@@ -137,9 +141,9 @@ def _way(way: Way, base: Way, state: int) -> dict[str, Any]:
         "name": way.name,
         "new_tokens": result.ids.numel(),
         "tokens_per_second": way.tokens_per_second,
+        "seconds": statistics.median(result.seconds for result in way.results),
         "speedup": way.tokens_per_second / base.tokens_per_second,
         "accept_rate": None,
-        "tokens_per_round": 1.0,
         # Ordinary decoding reads and writes every state for every token.
         "state_bytes_read_per_token": float(state),
         "state_bytes_written_per_token": float(state),
@@ -147,13 +151,12 @@ def _way(way: Way, base: Way, state: int) -> dict[str, Any]:
     if result.stats is not None:
         row["state_bytes_read_per_token"] = result.stats.state_bytes_read_per_token
         row["state_bytes_written_per_token"] = result.stats.state_bytes_written_per_token
-        row["tokens_per_round"] = (result.stats.new_tokens - 1) / max(result.stats.rounds, 1)
         row["accept_rate"] = result.stats.accept_rate if result.stats.drafted else None
     return row
 
 
 def _print(report: dict[str, Any], console: Console) -> None:
-    columns = ("", "tokens/s", "speed", "accept\nrate", "tokens\na round", "state\nread", "state\nwritten")
+    columns = ("", "tokens/s", "speed", "whole\ncall", "accept\nrate", "state\nread", "state\nwritten")
     threads = f"{report['threads']} thread{'s' if report['threads'] > 1 else ''}"
     table = Table(
         box=box.SIMPLE_HEAD, caption=CAPTION.format(threads=threads), caption_justify="left", caption_style="dim"
@@ -165,15 +168,16 @@ def _print(report: dict[str, Any], console: Console) -> None:
             way["name"],
             f"{way['tokens_per_second']:.0f}",
             f"{way['speedup']:.2f}x",
+            f"{way['seconds']:.2f} s",
             "–" if way["accept_rate"] is None else f"{way['accept_rate']:.0%}",
-            f"{way['tokens_per_round']:.2f}",
             _size(way["state_bytes_read_per_token"]),
             _size(way["state_bytes_written_per_token"]),
         )
     console.print(table)
+    console.print(CAPTION.format(threads=threads), style="dim")
     memory, tokens = report["memory"], report["num_draft_tokens"] + 1
     console.print(
-        f"\nmemory of one sequence: bare state {_size(memory['state'])}, "
+        f"memory of one sequence: bare state {_size(memory['state'])}, "
         f"with the ring {_size(memory['replay'])} ({memory['replay'] / memory['state']:.2f}x), "
         f"with snapshots of {tokens} tokens {_size(memory['snapshots'])} ({memory['snapshots'] / memory['state']:.2f}x)"
     )

@@ -22,17 +22,19 @@ class Result:
     Attributes:
         ids: new token ids, int64 ``[tokens]``, without the prompt.
         seconds: wall time of the whole call, prompt included.
+        decode_seconds: wall time from the first new token to the last.
         stats: what ``replayssm.hf.generate`` counted; None for transformers' own generate.
     """
 
     ids: Tensor
     seconds: float
+    decode_seconds: float
     stats: Any
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens by the wall time of the whole call."""
-        return self.ids.numel() / self.seconds
+        """Speed after the prompt: the tokens behind the first one by the time that they took."""
+        return (self.ids.numel() - 1) / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
 
 def run(options: argparse.Namespace) -> int:
@@ -75,10 +77,12 @@ def show(loaded: Loaded, options: argparse.Namespace) -> Result:
 
 def speculate(loaded: Loaded, options: argparse.Namespace, *, drafts: bool = True, streamer: Any = None) -> Result:
     """Run ``replayssm.hf.generate`` as the options say, without drafts when ``drafts`` is False."""
+    from replayssm.cli.stream import Clock
     from replayssm.hf import attach, generate
 
     attach(loaded.model)  # outside the timing, and once
     lookup = drafts and options.draft == "lookup"
+    clock = Clock(streamer)
     started = time.perf_counter()
     sequences, stats = generate(
         loaded.model,
@@ -92,10 +96,11 @@ def speculate(loaded: Loaded, options: argparse.Namespace, *, drafts: bool = Tru
         top_k=options.top_k,
         top_p=options.top_p,
         seed=options.seed,
-        streamer=streamer,
+        streamer=clock,
         return_stats=True,
     )
-    return Result(sequences[0, loaded.input_ids.shape[1] :], time.perf_counter() - started, stats)
+    seconds = time.perf_counter() - started
+    return Result(sequences[0, loaded.input_ids.shape[1] :], seconds, clock.last - clock.first, stats)
 
 
 def summary(result: Result) -> str:
@@ -117,6 +122,7 @@ def report(loaded: Loaded, options: argparse.Namespace, result: Result) -> dict[
         "token_ids": result.ids.tolist(),
         "new_tokens": result.ids.numel(),
         "seconds": result.seconds,
+        "decode_seconds": result.decode_seconds,
         "tokens_per_second": result.tokens_per_second,
         "rounds": result.stats.rounds,
         "drafted": result.stats.drafted,
