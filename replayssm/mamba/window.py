@@ -52,12 +52,12 @@ def fold(state: Tensor, x: Tensor, B: Tensor, dt: Tensor, A: Tensor) -> Tensor:
     """
     H, P, N = state.shape
     G = B.shape[0]
-    # fp64 sums: exponents of hundreds would cost the decays their last three digits in fp32.
+    # Sums and differences in fp64: where sums reach hundreds, fp32 would cost the decays three digits.
     sums = dt.cumsum(1, dtype=torch.float64).mul_(A)
     total = sums[:, -1:]
-    weights = (total - sums).exp_().float().mul_(dt)
+    weights = (total - sums).float().exp_().mul_(dt)
     x = (x * weights.unsqueeze(2)).transpose(1, 2).reshape(G, H // G * P, -1)
-    decay = total.exp().float().view(G, H // G, 1, 1)
+    decay = total.float().exp_().view(G, H // G, 1, 1)
     heads = state.view(G, H // G, P, N)
     # Group by group, so that the second pass finds the group's state in the cache.
     for group in range(G):
@@ -104,4 +104,4 @@ def score(state: Tensor, scale: Tensor | None, x: Tensor, B: Tensor, C: Tensor, 
     from_state = from_state.view(G, T, H // G, P).transpose(1, 2).reshape(H, T, P)
     if scale is not None:
         from_state = from_state * scale.unsqueeze(1)
-    return y.addcmul_(from_state, newest.exp().float())
+    return y.addcmul_(from_state, newest.float().exp_())
