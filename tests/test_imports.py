@@ -76,9 +76,14 @@ def test_files_and_functions_stay_short():
         assert text.count("\n") < 400, f"{path}: 400 lines or more"
         if path in SOURCES:
             for node in ast.walk(ast.parse(text)):
-                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_kernel(node):
                     length = node.end_lineno - _body_start(node) + 1
                     assert length < 60, f"{path}: {node.name} has {length} lines without its docstring"
+
+
+def _is_kernel(node: ast.FunctionDef) -> bool:
+    """Whether the function is compiled for a device: there a call is no boundary, and the limit is for host code."""
+    return any(ast.unparse(decorator).startswith("triton.jit") for decorator in node.decorator_list)
 
 
 def _body_start(node: ast.FunctionDef) -> int:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ def compare(loaded: Loaded, options: argparse.Namespace) -> int:
         1 when drafts changed the text, which must not happen; else 0.
     """
     console = Console(highlight=False)
+    if not options.json:
+        console.print(_header(loaded), style="bold")
     shown = show(loaded, options)
     if not console.is_terminal and not options.json:
         console.print(f"\n{summary(shown)}")
@@ -65,6 +68,14 @@ def compare(loaded: Loaded, options: argparse.Namespace) -> int:
     else:
         _print(report, console)
     return 0 if report["equal"] else 1
+
+
+def _header(loaded: Loaded) -> str:
+    size = loaded.model.num_parameters() / 1e6
+    return (
+        f"{loaded.name}: {size:.1f} M parameters, {type(loaded.model).__name__} of transformers "
+        f"{version('transformers')}; prompt: {loaded.input_ids.shape[1]} tokens\n"
+    )
 
 
 def _measure(ways: list[Way]) -> None:
@@ -158,9 +169,7 @@ def _way(way: Way, base: Way, state: int) -> dict[str, Any]:
 def _print(report: dict[str, Any], console: Console) -> None:
     columns = ("", "tokens/s", "speed", "whole\ncall", "accept\nrate", "state\nread", "state\nwritten")
     threads = f"{report['threads']} thread{'s' if report['threads'] > 1 else ''}"
-    table = Table(
-        box=box.SIMPLE_HEAD, caption=CAPTION.format(threads=threads), caption_justify="left", caption_style="dim"
-    )
+    table = Table(box=box.SIMPLE_HEAD)
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", no_wrap=True)
     for way in report["ways"]:

@@ -105,7 +105,8 @@ def speculate(loaded: Loaded, options: argparse.Namespace, *, drafts: bool = Tru
 
 def summary(result: Result) -> str:
     """Return one line about speed and drafts."""
-    line = f"{result.ids.numel()} tokens in {result.seconds:.2f} s · {result.tokens_per_second:.0f} tokens/s"
+    line = f"{result.ids.numel()} tokens in {result.seconds:.2f} s"
+    line += f" · {result.tokens_per_second:.0f} tokens/s after the prompt"
     if result.stats.drafted:
         line += f" · {result.stats.accept_rate:.0%} of {result.stats.drafted} drafts accepted"
     return line
