@@ -1,0 +1,154 @@
+"""The shipped model: small, loadable, trained, and held out from its own test passages."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from replayssm import models
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+LARGEST = 8_000_000
+LOSS_BOUND = 2.35  # nats per token; measured 2.24. Token frequencies alone give 6.5
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    transformers = pytest.importorskip("transformers")
+    folder = models.path()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    return model, transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture
+def recipe(monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module
+
+
+def heldout():
+    return json.loads((models.path() / "heldout.json").read_text(encoding="utf-8"))
+
+
+def test_package_stays_small():
+    files = [file for file in Path(models.__file__).parent.rglob("*") if file.is_file() and file.suffix != ".pyc"]
+    assert {file.name for file in files} >= {"model.safetensors", "tokenizer.json", "config.json", "README.md"}
+    assert sum(file.stat().st_size for file in files) <= LARGEST
+
+
+def test_finding_a_model_loads_nothing_heavy():
+    code = "import sys, replayssm.models as m; m.demo_prompt(); print({'torch', 'transformers'} & {*sys.modules})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+@pytest.mark.parametrize("function", [models.path, models.demo_prompt, models.heldout_prompts])
+def test_unknown_name(function):
+    with pytest.raises(ValueError, match="name: expected one of the shipped models tiny-mamba2, got 'huge-mamba'"):
+        function("huge-mamba")
+
+
+def test_loads_as_float32_with_everything_in_place(loaded):
+    model, tokenizer = loaded
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model.lm_head.weight is model.backbone.embeddings.weight
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    assert len(tokenizer) == model.config.vocab_size
+    ends = (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id)
+    pads = (model.generation_config.pad_token_id, model.config.pad_token_id, tokenizer.pad_token_id)
+    assert set(ends) == {0} and set(pads) == {1}
+    assert tokenizer("<|document|>").input_ids == [0]
+
+
+@pytest.mark.parametrize("text", ["   >>> f(x)\n\n\n   1.0\n", "a  b\t\tc ", "naïve Σ 漢字 🐍", ""])
+def test_tokenizer_loses_nothing(loaded, text):
+    tokenizer = loaded[1]
+    ids = tokenizer(text).input_ids
+    assert tokenizer.decode(ids) == text
+    assert len(ids) <= len(text.encode())
+
+
+def test_passages(loaded, recipe):
+    tokenizer, corpus, held_out = loaded[1], recipe("tiny_mamba2_corpus"), heldout()
+    assert tuple(passage["document"] for passage in held_out["passages"]) == corpus.HELD_OUT
+    assert held_out["demo"]["document"] in corpus.HELD_OUT
+    assert len(set(models.heldout_prompts())) == 20
+    low, high = corpus.PROMPT_TOKENS
+    for passage in [held_out["demo"], *held_out["passages"]]:
+        prompt, continuation = (tokenizer(passage[part]).input_ids for part in ("prompt", "continuation"))
+        assert low <= len(prompt) <= high and len(continuation) == corpus.CONTINUATION_TOKENS
+        assert tokenizer(passage["prompt"] + passage["continuation"]).input_ids == prompt + continuation
+
+
+def test_passages_are_not_in_the_training_text(recipe):
+    corpus = recipe("tiny_mamba2_corpus")
+    if not corpus.SOURCES.exists():
+        pytest.skip("the corpus (Debian's python3.11-doc) is not installed")
+    documents = corpus.read_documents(corpus.SOURCES)
+    training = "\0".join(text for name, text in documents.items() if name not in corpus.HELD_OUT).encode()
+    for prompt in [models.demo_prompt(), *models.heldout_prompts()]:
+        assert corpus.longest_shared_run(prompt.encode(), training, least=120) == 0
+
+
+def test_shared_runs_are_found(recipe):
+    longest_shared_run = recipe("tiny_mamba2_corpus").longest_shared_run
+    text, shared = bytes(range(100)), bytes(range(33, 78))
+    assert longest_shared_run(text, b"--" + shared + b"--", least=10) == 45
+    assert longest_shared_run(text, b"--" + shared + b"--", least=45) == 45
+    assert longest_shared_run(text, b"--" + shared + b"--", least=46) == 0
+
+
+def test_held_out_loss(loaded):
+    model, tokenizer = loaded
+    losses = []
+    for passage in heldout()["passages"][::5]:
+        prompt, continuation = (tokenizer(passage[part]).input_ids for part in ("prompt", "continuation"))
+        ids = torch.tensor([prompt + continuation])
+        with torch.inference_mode():
+            logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        losses.append(torch.nn.functional.cross_entropy(logits, ids[0, len(prompt) :]).item())
+    assert sum(losses) / len(losses) < LOSS_BOUND
+
+
+def test_demo_text_is_text(loaded, recipe):
+    model, tokenizer = loaded
+    ids = tokenizer(models.demo_prompt(), return_tensors="pt").input_ids
+    new = model.generate(ids, max_new_tokens=96, do_sample=False)[0, ids.shape[1] :].tolist()
+    assert recipe("accept_rate").before_loop(new, period=32) == len(new) == 96
+    assert len(set(pairwise(new))) > 48
+    text = tokenizer.decode(new)
+    assert text.isascii() and text.isprintable() is False  # it has line breaks
+    assert sum(word.isalpha() for word in text.split()) > 20
+
+
+def test_training_forward_is_checked(recipe, monkeypatch):
+    training = recipe("train_tiny_mamba2")
+    training.check_forward(torch.device("cpu"))
+    scan = training.chunk_scan
+    monkeypatch.setattr(training, "chunk_scan", lambda x, dt, A, B, C: scan(x, dt, A * 1.01, B, C))
+    with pytest.raises(SystemExit, match="differs"):
+        training.check_forward(torch.device("cpu"))
+
+
+def test_loops_are_cut_after_their_first_round(recipe):
+    before_loop = recipe("accept_rate").before_loop
+    assert before_loop([9, 1, 2, 3, 1, 2, 3, 1, 2, 3, 5], period=3) == 4
+    assert before_loop([9, 1, 2, 3, 1, 2, 3, 1, 2, 3, 5], period=2) == 11
+    assert before_loop([9, 1, 2, 3, 1, 2, 3, 1, 2], period=3) == 9
+    assert before_loop([7, 7, 7], period=4) == 1
+
+
+def test_accepted_drafts_are_counted(recipe):
+    count = recipe("accept_rate").count
+    prompt, text = [1, 2, 3, 4], [1, 2, 3, 4, 5]
+    # Round 1 drafts nothing that fits before any n-gram repeats; after the 1 it drafts 2, 3; after the 4: 1, 2.
+    drafted, accepted, rounds = count(prompt, text, [True] * 5, 2)
+    assert (accepted, rounds) == (2, 3) and drafted >= 2
+    assert count(prompt, text, [False] * 5, 2)[1:] == (0, 5)
