@@ -174,7 +174,7 @@ def _checked_sizes(tensors: dict[str, Tensor | None], others: tuple[Any, ...]) -
     if torch.compiler.is_compiling():
         return check_checkpointing_ssu(tensors, *others)
     every = (*tensors.values(), *others)
-    key = tuple((t.shape, t.stride(), t.dtype, t.device) if isinstance(t, Tensor) else t for t in every)
+    key = tuple([(t.shape, t.stride(), t.dtype, t.device) if isinstance(t, Tensor) else t for t in every])
     sizes = _CHECKED.get(key)
     if sizes is None:
         sizes = check_checkpointing_ssu(tensors, *others)

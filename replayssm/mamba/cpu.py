@@ -82,16 +82,20 @@ def checkpointing_ssu(
             x_cache.select(0, request.slot), B_cache.select(0, request.slot), dt_cache.select(0, request.slot),
         )  # fmt: skip
         if cu_seqlens is None:
-            tokens = _Tokens._make(None if t is None else t.select(0, request.row) for t in new)
-            out.select(0, request.row).copy_(_step(request, slot, tokens, parameters, noise))
+            tokens = _Tokens._make([None if t is None else t.select(0, request.row) for t in new])
+            _step(request, slot, tokens, parameters, noise, out.select(0, request.row))
         else:
             rows = slice(request.first, request.first + request.length)
             tokens = _Tokens._make(None if t is None else _padded(t[0, rows], seq_len) for t in new)
-            out[0, rows] = _step(request, slot, tokens, parameters, noise)[: request.length]
+            padded = out.new_empty(seq_len, *out.shape[2:])
+            _step(request, slot, tokens, parameters, noise, padded)
+            out[0, rows] = padded[: request.length]
 
 
-def _step(request: Request, slot: Slot, new: _Tokens, parameters: _Parameters, noise: Noise | None) -> Tensor:
-    """Write the new rows into the slot's rings, flush when due; return the outputs, fp32 ``[seq_len, H, P]``."""
+def _step(
+    request: Request, slot: Slot, new: _Tokens, parameters: _Parameters, noise: Noise | None, out: Tensor
+) -> None:
+    """Write the new rows into the slot's rings, flush when due; write the outputs into ``out [seq_len, H, P]``."""
     seq_len = new.x.shape[0]
     new_x = new.x.transpose(0, 1)
     rows = new_x, new.B.transpose(0, 1), _processed(new.dt, parameters).t()
@@ -113,10 +117,14 @@ def _step(request: Request, slot: Slot, new: _Tokens, parameters: _Parameters, n
         start, count = request.start, request.live + seq_len
     x, B, dt = (read_rows(ring, start, count) for ring in rings)
     y = score(codes, scale, x, B, new.C.transpose(0, 1).float(), dt, parameters.A)
-    if parameters.D is not None:
-        y.addcmul_(new_x, parameters.D)
-    y = y.transpose(0, 1)
-    return y if new.z is None else y * functional.silu(new.z.float().contiguous())
+    if new.z is not None:
+        if parameters.D is not None:
+            y.addcmul_(new_x, parameters.D)
+        torch.mul(y, functional.silu(new.z.float().contiguous()).transpose(0, 1), out=out.transpose(0, 1))
+    elif parameters.D is not None:
+        torch.addcmul(y, new_x, parameters.D, out=out.transpose(0, 1))
+    else:
+        out.transpose(0, 1).copy_(y)
 
 
 def _flush(
