@@ -7,10 +7,45 @@ are looked at in the checked mode alone (``REPLAYSSM_CHECK=1``), which reads the
 from __future__ import annotations
 
 import os
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+Result = TypeVar("Result")
+_MOST_LAYOUTS = 1024
+
+
+def once_per_layout(check: Callable[..., Result]) -> Callable[..., Result]:
+    """Decorate a check of metadata so that a call is looked up when one of the same layout has passed.
+
+    A decoding loop repeats a few layouts, and checking one costs as much as a small step. A layout is the shape,
+    strides, dtype and device of every tensor, and every other argument by value.
+
+    Args:
+        check: takes positional arguments, looks at no tensor's values and raises when something is wrong.
+    """
+    passed: dict[tuple, Result] = {}
+
+    @wraps(check)
+    def checked(*arguments: object) -> Result:
+        if torch.compiler.is_compiling():
+            return check(*arguments)
+        layout = tuple((a.shape, a.stride(), a.dtype, a.device) if isinstance(a, Tensor) else a for a in arguments)
+        try:
+            if layout in passed:
+                return passed[layout]
+        except TypeError:  # not hashable: a list where a tensor belongs, symbolic sizes
+            return check(*arguments)
+        result = check(*arguments)
+        if len(passed) >= _MOST_LAYOUTS:
+            passed.clear()
+        passed[layout] = result
+        return result
+
+    return checked
 
 
 def checked_mode() -> bool:

@@ -5,7 +5,7 @@ from dataclasses import fields
 import torch
 from torch.nn.functional import silu, softplus
 
-from replayssm.cache import Mamba2Layer
+from replayssm.cache import Mamba2Layer, ReplayPool
 from replayssm.conv import causal_conv1d_replay
 from replayssm.mamba import checkpointing_ssu
 
@@ -188,3 +188,19 @@ def poison_dead_rows(pool, slots):
 
 def cursor_values(pool, slot):
     return {each.name: int(getattr(pool.cursors, each.name)[slot]) for each in fields(pool.cursors)}
+
+
+def make_pool(decoder, num_slots=5, **options):
+    """A pool for the decoder, by default of window 5 for at most 3 tokens a step."""
+    return ReplayPool(decoder.layers, num_slots, **({"window": 5, "max_tokens": 3} | options))
+
+
+def fill_pool(pool, seed=1):
+    """Every byte random, but cursors legal."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in every_tensor(pool):
+        if tensor.dtype == torch.int32:
+            limit = {"ring_start": pool.ring_len, "num_live": 4, "conv_start": pool.conv_len, "last_accepted": 2}[name]
+            tensor.random_(0, limit, generator=generator)
+        else:
+            tensor.view(torch.uint8).random_(0, 256, generator=generator)

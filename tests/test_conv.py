@@ -338,3 +338,12 @@ def test_other_devices_are_refused_in_plain_words():
 def test_both_rungs_have_one_signature():
     one, other = (inspect.signature(rung.causal_conv1d_replay) for rung in (cpu, reference))
     assert one == other
+
+
+def test_a_layout_that_passed_does_not_hide_one_that_is_wrong():
+    case = make()
+    causal_conv1d_replay(**copied(case))
+    strided = torch.zeros(2, 3, 2 * CHANNELS)[..., ::2]
+    for wrong in ({"activation": "relu"}, {"x": case["x"].half()}, {"x": strided}, {"bias": [0.0] * CHANNELS}):
+        with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
+            causal_conv1d_replay(**(copied(case) | wrong))

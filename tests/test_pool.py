@@ -11,6 +11,8 @@ from pool_model import (
     assert_same_bytes,
     cursor_values,
     every_tensor,
+    fill_pool,
+    make_pool,
     poison_dead_rows,
     poison_slot,
     snapshot,
@@ -27,21 +29,6 @@ NEMOTRON_H = Mamba2Layer(nheads=128, headdim=64, dstate=128, ngroups=8, conv_wid
 @pytest.fixture(scope="module")
 def decoder():
     return Decoder()
-
-
-def make(decoder, num_slots=5, **options):
-    return ReplayPool(decoder.layers, num_slots, **({"window": 5, "max_tokens": 3} | options))
-
-
-def fill(pool, seed=1):
-    """Every byte random, but cursors legal."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, tensor in every_tensor(pool):
-        if tensor.dtype == torch.int32:
-            limit = {"ring_start": pool.ring_len, "num_live": 4, "conv_start": pool.conv_len, "last_accepted": 2}[name]
-            tensor.random_(0, limit, generator=generator)
-        else:
-            tensor.view(torch.uint8).random_(0, 256, generator=generator)
 
 
 def run(decoder, pool, slot, history, tokens, accepted):
@@ -62,7 +49,7 @@ def run(decoder, pool, slot, history, tokens, accepted):
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES)
 def test_bytes_are_what_is_allocated_and_what_the_plan_says(decoder, state_dtype):
     options = {"window": 5, "max_tokens": 3, "state_dtype": state_dtype, "activation_dtype": torch.bfloat16}
-    pool = make(decoder, **options)
+    pool = make_pool(decoder, **options)
     allocated = sum(tensor.untyped_storage().nbytes() for _, tensor in every_tensor(pool))
     cost = slot_bytes(decoder.layers, **options)
     assert pool.bytes() == allocated == 5 * cost.total
@@ -94,7 +81,7 @@ def test_memory_of_a_nemotron_h_pool(activation, limit):
 
 
 def test_slots_are_taken_and_given_back(decoder):
-    pool = make(decoder)
+    pool = make_pool(decoder)
     first = pool.allocate(3)
     assert first.dtype == torch.int64
     assert sorted(first.tolist()) == [0, 1, 2]
@@ -106,7 +93,7 @@ def test_slots_are_taken_and_given_back(decoder):
 
 
 def test_capacity(decoder):
-    pool = make(decoder)
+    pool = make_pool(decoder)
     slots = pool.allocate(4)
     before = snapshot(pool)
     for call in (lambda: pool.allocate(2), lambda: pool.fork(slots[:2])):
@@ -119,9 +106,9 @@ def test_capacity(decoder):
 
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES)
 def test_a_slot_comes_back_zeroed_after_a_poisoned_tenant(decoder, state_dtype):
-    pool = make(decoder, state_dtype=state_dtype)
+    pool = make_pool(decoder, state_dtype=state_dtype)
     slots = pool.allocate(5)
-    fill(pool)
+    fill_pool(pool)
     poison_slot(pool, 3)
     pool.free([3])
     before = snapshot(pool)
@@ -129,7 +116,7 @@ def test_a_slot_comes_back_zeroed_after_a_poisoned_tenant(decoder, state_dtype):
     assert_same_bytes(pool, before, [0, 1, 2, 4])
     for name, tensor in every_tensor(pool):
         assert not as_bytes(tensor)[3].any(), name
-    fill(pool)
+    fill_pool(pool)
     before = snapshot(pool)
     pool.reset(slots[[1, 4]])
     assert_same_bytes(pool, before, [0, 2, 3])
@@ -140,9 +127,9 @@ def test_a_slot_comes_back_zeroed_after_a_poisoned_tenant(decoder, state_dtype):
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES)
 def test_fork_and_copy_carry_every_field(decoder, state_dtype):
     """A beam search that keeps rows 1, 1, 0; then copies that swap two slots."""
-    pool = make(decoder, num_slots=7, state_dtype=state_dtype, activation_dtype=torch.float16)
+    pool = make_pool(decoder, num_slots=7, state_dtype=state_dtype, activation_dtype=torch.float16)
     pool.allocate(3)
-    fill(pool)
+    fill_pool(pool)
     before = snapshot(pool)
     new = pool.fork(torch.tensor([1, 1, 0], dtype=torch.int32))
     assert sorted(new.tolist()) == [3, 4, 5]
@@ -157,7 +144,7 @@ def test_fork_and_copy_carry_every_field(decoder, state_dtype):
 
 def test_no_field_is_forgotten(decoder):
     """Whatever tensor a record has, the functions above reach it: their loop knows all that ``every_tensor`` finds."""
-    pool = make(decoder, state_dtype=torch.int8)
+    pool = make_pool(decoder, state_dtype=torch.int8)
     reached = {tensor.data_ptr() for _, tensor in pool._slotted()}
     assert reached == {tensor.data_ptr() for _, tensor in every_tensor(pool)}
     assert len(reached) == 2 * 6 + 4
@@ -169,7 +156,7 @@ def test_no_field_is_forgotten(decoder):
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES)
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
 def test_write_state(decoder, state_dtype, given):
-    pool = make(decoder, state_dtype=state_dtype, activation_dtype=torch.bfloat16)
+    pool = make_pool(decoder, state_dtype=state_dtype, activation_dtype=torch.bfloat16)
     slots = pool.allocate(4)[[3, 1]]
     layer, buffers = decoder.layers[1], pool.buffers[1]
     state = torch.randn(2, layer.nheads, layer.headdim, layer.dstate).to(given)
@@ -195,7 +182,7 @@ def test_write_state(decoder, state_dtype, given):
 @pytest.mark.parametrize("accepted", range(4))
 def test_every_accept_count_at_every_wrap(decoder, accepted):
     """The next outputs depend on the accepted tokens only, wherever the rings begin; also after a poisoned tenant."""
-    pool = make(decoder, num_slots=3)
+    pool = make_pool(decoder, num_slots=3)
     slot = 1
     pool.allocate(3)
     for turn in range(pool.ring_len):
@@ -214,7 +201,7 @@ def test_every_accept_count_at_every_wrap(decoder, accepted):
 
 @pytest.mark.parametrize("live, tokens, flushes", [(3, 2, False), (3, 3, True), (5, 1, True), (4, 1, False)])
 def test_flush_at_the_edge_and_one_before(decoder, live, tokens, flushes):
-    pool = make(decoder)
+    pool = make_pool(decoder)
     slot = int(pool.allocate())
     history = History(decoder)
     for token in range(live):
@@ -230,7 +217,7 @@ def test_flush_at_the_edge_and_one_before(decoder, live, tokens, flushes):
 
 def test_accepting_nothing_leaves_the_state_bit_for_bit(decoder):
     """Undoing a whole round: the checkpoint, what is replayed and the next outputs are those from before it."""
-    pool = make(decoder)
+    pool = make_pool(decoder)
     slot = int(pool.allocate())
     history = History(decoder).extend([3, 1, 4])
     history.prefill(pool, slot)
@@ -245,7 +232,7 @@ def test_accepting_nothing_leaves_the_state_bit_for_bit(decoder):
 
 
 def test_equal_prompts_give_equal_bits_in_every_slot(decoder):
-    pool = make(decoder)
+    pool = make_pool(decoder)
     slots = pool.allocate(4)
     tokens = torch.tensor([[3, 1, 4]] * 4)
     for order in ([2, 0, 3, 1], [1, 3, 0, 2], [0, 1, 2, 3]):
@@ -257,7 +244,7 @@ def test_equal_prompts_give_equal_bits_in_every_slot(decoder):
 
 def test_counts_follow_the_request_when_rows_move(decoder):
     """Three requests accept 3, 0 and 1; the first leaves, the others change places."""
-    pool = make(decoder)
+    pool = make_pool(decoder)
     slots = pool.allocate(3)
     histories = [History(decoder) for _ in range(3)]
     drafts = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
@@ -276,7 +263,7 @@ def test_counts_follow_the_request_when_rows_move(decoder):
 
 def test_more_padding_than_slots(decoder):
     """A captured batch of 8 over a pool of 2 slots."""
-    pool = make(decoder, num_slots=2)
+    pool = make_pool(decoder, num_slots=2)
     slots = pool.allocate(2)
     padded = torch.full((8,), -1)
     padded[[2, 5]] = slots
@@ -292,7 +279,7 @@ def test_more_padding_than_slots(decoder):
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES)
 @pytest.mark.parametrize("rewind", [0, 1])
 def test_materialized_state_is_what_a_flush_stores(decoder, state_dtype, rewind):
-    pool = make(decoder, state_dtype=state_dtype)
+    pool = make_pool(decoder, state_dtype=state_dtype)
     slot = int(pool.allocate())
     for drafts, accepted in (([1, 2, 3], 3), ([4, 5], 2 - rewind)):
         for index in range(2):
@@ -320,7 +307,7 @@ def test_materialized_state_is_what_a_flush_stores(decoder, state_dtype, rewind)
 
 def test_a_block_boundary_inside_an_accepted_run(decoder):
     """Block 4: at position 3 a run of 3 is accepted; the states at 4 and at 6 are both to be had, drafts in neither."""
-    pool = make(decoder)
+    pool = make_pool(decoder)
     slot, block, newest = pool.allocate(3).tolist()
     history = History(decoder).extend([1, 2, 3])
     history.prefill(pool, slot)
@@ -335,7 +322,7 @@ def test_a_block_boundary_inside_an_accepted_run(decoder):
 
 def test_ring_start_of_a_forked_ring_is_kept(decoder):
     """Handing a slot on in the middle of its ring, then going on in both."""
-    pool = make(decoder)
+    pool = make_pool(decoder)
     slot = int(pool.allocate())
     history = History(decoder)
     for step in ([1, 2, 3], [4, 5, 6], [7, 8]):
@@ -348,126 +335,15 @@ def test_ring_start_of_a_forked_ring_is_kept(decoder):
 
 
 def test_the_seed_advances_with_every_commit(decoder):
-    pool = make(decoder, state_dtype=torch.float16, stochastic_rounding=True, seed=41)
+    pool = make_pool(decoder, state_dtype=torch.float16, stochastic_rounding=True, seed=41)
     slots = pool.allocate(2)
     pool.commit(slots, [0, 1], 2)
     pool.commit(slots, [0, 1], torch.tensor([0, 2]))
     assert pool.rand_seed.tolist() == [43]
-    assert make(decoder).rand_seed is None
+    assert make_pool(decoder).rand_seed is None
 
 
-# ---- errors
-
-
-def wrong_calls(pool, decoder):
-    """(call, message); slots 0, 1, 2 are in use with one live row each, slots 3 and 4 are free."""
-    A, state, window = decoder.decays, torch.zeros(1, 4, 3, 5), torch.zeros(1, 32, 2)
-    other = torch.zeros(1, dtype=torch.int64, device="meta")
-    return [
-        (lambda: pool.free([3]), "slots: expected slots in use, got 3, which is free"),
-        (lambda: pool.free([1, 1]), "slots: expected distinct slots, got 1 more than once"),
-        (lambda: pool.free([0, 5]), "slots: expected 0 <= slots <= 4 .*got 5"),
-        (lambda: pool.free([-1]), "slots: .*got -1"),
-        (lambda: pool.free(torch.tensor([1.0])), "slots: expected dtype torch.int32 or torch.int64, got torch.float32"),
-        (lambda: pool.free(torch.tensor([[1]])), r"slots: expected shape \[n\], got \[1, 1\]"),
-        (lambda: pool.free(other), "slots: expected device cpu, got meta"),
-        (lambda: pool.free([1.0]), "slots: expected a tensor or a list of ints"),
-        (lambda: pool.reset([4]), "slots: expected slots in use, got 4"),
-        (lambda: pool.fork([3]), "src_slots: expected slots in use, got 3"),
-        (lambda: pool.copy([0], [3]), "dst_slots: expected slots in use, got 3"),
-        (lambda: pool.copy([0, 1], [2, 2]), "dst_slots: expected distinct slots, got 2"),
-        (lambda: pool.copy([0, 1], [2]), "dst_slots: expected as many as src_slots, 2, got 1"),
-        (lambda: pool.allocate(-1), "n: expected at least 0, got -1"),
-        (lambda: pool.commit([3], [1], 2), "slots: expected slots in use, got 3"),
-        (lambda: pool.commit([0, 1], [3, 1], 2), r"num_accepted: expected values in 0..seq_len=2, got 3 at \[0\]"),
-        (lambda: pool.commit([0], [-1], 2), "num_accepted: .*got -1"),
-        (lambda: pool.commit([0], [1], 4), "seq_lens: expected 0 <= seq_lens <= 3 .*got 4"),
-        (lambda: pool.commit([0, 1], [1, 1], torch.tensor([1, 4])), r"seq_lens: .*got 4 at \[1\]"),
-        (lambda: pool.commit([0, 1], [1], 2), r"num_accepted: expected shape \[batch=2\], got \[1\]"),
-        (lambda: pool.materialize([0], [1], [2], A), r"rewind: expected 0 <= rewind <= 1 .*slot 0; .*got 2"),
-        (lambda: pool.materialize([2], [1], [1], A), r"rewind: expected 0 <= rewind <= 0 .*slot 2; .*got 1"),
-        (lambda: pool.materialize([0], [1], [-1], A), "rewind: .*got -1"),
-        (lambda: pool.materialize([0], [3], [0], A), "dst_slots: expected slots in use, got 3"),
-        (lambda: pool.materialize([0, 1], [1, 2], [0, 0], A), "dst_slots: expected no slot that another .*got 1"),
-        (lambda: pool.materialize([1, 1], [1, 2], [0, 0], A), "dst_slots: expected no slot that another .*got 1"),
-        (lambda: pool.materialize([0, 1], [2, 2], [0, 0], A), "dst_slots: expected distinct slots, got 2"),
-        (lambda: pool.materialize([0], [1], [0, 0], A), r"rewind: expected shape \[n=1\], got \[2\]"),
-        (lambda: pool.materialize([0], [1], torch.tensor([0.0]), A), "rewind: expected dtype torch.int32"),
-        (lambda: pool.materialize([0], [1], [0], A[:1]), "A: expected one tensor per layer, 2, got 1"),
-        (lambda: pool.materialize([0], [1], [0], [A[0], A[0]]), r"A\[1\]: expected shape \[nheads=6\], got \[4\]"),
-        (lambda: pool.materialize([0], [1], [0], [A[0], A[1].double()]), r"A\[1\]: expected dtype torch.float32"),
-        (lambda: pool.write_state(2, [2], state, window), "layer_index: expected 0 <= layer_index <= 1.*got 2"),
-        (lambda: pool.write_state(0, [0], state, window), "slots: expected slots without live rows"),
-        (lambda: pool.write_state(0, [4], state, window), "slots: expected slots in use, got 4"),
-        (lambda: pool.write_state(0, [2], state[:, :3], window), r"state: expected shape \[n=1, nheads=4, .*\[1, 3"),
-        (lambda: pool.write_state(0, [2], state.int(), window), "state: expected dtype .*got torch.int32"),
-        (lambda: pool.write_state(0, [2], state, window.mT), r"conv_window: expected shape \[n=1, conv_channels=32, "),
-    ]  # fmt: skip
-
-
-def pool_with_three_tenants(decoder):
-    pool = make(decoder)
-    pool.allocate(3)
-    fill(pool)
-    for name, values in {"ring_start": [3, 7, 0], "num_live": [1, 1, 0], "conv_start": [4, 5, 0],
-                         "last_accepted": [1, 1, 0]}.items():  # fmt: skip
-        getattr(pool.cursors, name)[:3] = torch.tensor(values, dtype=torch.int32)
-    return pool
-
-
-@pytest.mark.parametrize("number", range(38))
-def test_wrong_use_changes_nothing(decoder, number):
-    pool = pool_with_three_tenants(decoder)
-    calls = wrong_calls(pool, decoder)
-    assert len(calls) == 38
-    call, message = calls[number]
-    before = snapshot(pool)
-    with pytest.raises((TypeError, ValueError), match=message):
-        call()
-    assert_same_bytes(pool, before)
-    assert pool.num_free == 2
-    pool.free([0, 1, 2])  # what was in use still is
-
-
-def test_use_after_free_and_double_free(decoder):
-    pool = make(decoder)
-    slots = pool.allocate(2)
-    pool.free(slots)
-    for call in (
-        lambda: pool.free(slots),
-        lambda: pool.commit(slots, [1, 1], 1),
-        lambda: pool.reset(slots[:1]),
-        lambda: pool.fork(slots),
-        lambda: pool.materialize(slots[:1], slots[1:], [0], decoder.decays),
-    ):
-        with pytest.raises(ValueError, match=r"slots: expected slots in use, got \d, which is free"):
-            call()
-    assert pool.num_free == 5
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"num_slots": 0}, "num_slots: expected at least 1, got 0"),
-        ({"max_tokens": 6}, "max_tokens: expected 1 <= max_tokens <= window=5 .*got 6"),
-        ({"state_dtype": torch.float64}, "state_dtype: expected .*got torch.float64"),
-        ({"activation_dtype": torch.int8}, "activation_dtype: expected .*got torch.int8"),
-        ({"stochastic_rounding": True}, "stochastic_rounding: expected a state_dtype that is rounded"),
-    ],
-)
-def test_wrong_pools(decoder, options, message):
-    with pytest.raises(ValueError, match=message):
-        make(decoder, **options)
-
-
-def test_more_tokens_than_the_pool_was_made_for_are_refused_by_the_ops(decoder):
-    """T = 4 in a pool for 3: ring_len - T is smaller than the window, and the convolution's ring too short."""
-    pool = make(decoder)
-    slot = pool.allocate()
-    before = snapshot(pool)
-    with pytest.raises(ValueError, match="rows: expected conv_len >= width - 1"):
-        decoder.verify(pool, slot, torch.tensor([[1, 2, 3, 4]]), index=1)
-    assert_same_bytes(pool, before)
+# ---- elsewhere
 
 
 def test_a_pool_of_another_device_reads_no_values():
@@ -482,10 +358,10 @@ def test_a_pool_of_another_device_reads_no_values():
 
 
 def test_copies_of_all_pairs(decoder):
-    pool = make(decoder, num_slots=3)
+    pool = make_pool(decoder, num_slots=3)
     pool.allocate(3)
     for source, target in itertools.permutations(range(3), 2):
-        fill(pool, seed=3 * source + target)
+        fill_pool(pool, seed=3 * source + target)
         before = snapshot(pool)
         pool.copy([source], [target])
         for name, tensor in every_tensor(pool):

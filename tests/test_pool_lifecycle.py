@@ -26,7 +26,7 @@ tokens = st.integers(0, VOCABULARY - 1)
 class Lives(RuleBasedStateMachine):
     """``requests`` maps a slot to its history, ``kept`` to what the last commit kept of it, which can be undone."""
 
-    @initialize(window=st.integers(3, 7), data=st.data(), shared=st.booleans())
+    @initialize(window=st.integers(2, 6), data=st.data(), shared=st.booleans())
     def make(self, window, data, shared):
         most = data.draw(st.integers(1, window), label="max_tokens")
         # Slots for the requests, and one for every legal rewind of each of them.
@@ -51,14 +51,23 @@ class Lives(RuleBasedStateMachine):
         self.requests[slot], self.kept[slot] = history, 0
 
     @precondition(lambda self: self.requests)
-    @rule(data=st.data(), plain=st.booleans(), ragged=st.booleans(), padded=st.booleans())
-    def step(self, data, plain, ragged, padded):
-        most = self.pool.max_tokens
+    @rule(data=st.data(), rounds=st.integers(1, 5))
+    def steps(self, data, rounds):
+        """Several rounds with the same rows, so that rings fill up, wrap and are folded."""
         slots = data.draw(st.lists(st.sampled_from(sorted(self.requests)), min_size=1, unique=True), label="slots")
+        for _ in range(rounds):
+            plain, ragged, padded = (data.draw(st.booleans(), label=each) for each in ("plain", "ragged", "padded"))
+            self.step(data, slots, plain, ragged, padded)
+            self.every_legal_rewind_materializes()
+
+    def step(self, data, slots, plain, ragged, padded):
+        most = self.pool.max_tokens
         length = 1 if plain else data.draw(st.integers(1, most), label="T")
         lengths = [data.draw(st.integers(0, most), label="length") if ragged else length for _ in slots]
         drafts = [data.draw(st.lists(tokens, min_size=n, max_size=n), label="tokens") for n in lengths]
-        accepted = [n if plain and not ragged else data.draw(st.integers(0, n), label="accepted") for n in lengths]
+        # Rings fill up only when much is accepted.
+        counts = [st.just(n) if plain else st.just(n) | st.integers(0, n) for n in lengths]
+        accepted = [data.draw(count, label="accepted") for count in counts]
         if padded:
             slots, lengths, drafts, accepted = [-1, *slots], [length, *lengths], [[0] * length, *drafts], [0, *accepted]
         # A verify of no tokens leaves the rows alone that an undo of the commit before it needs.

@@ -11,6 +11,7 @@ from replayssm.checks import (
     check_packed,
     check_range,
     check_shape,
+    once_per_layout,
 )
 from replayssm.custom_op import define
 from replayssm.dispatch import implementation
@@ -105,6 +106,7 @@ def causal_conv1d_replay(
     return out
 
 
+@once_per_layout
 def _check(
     rows: Tensor,
     conv_start: Tensor,
