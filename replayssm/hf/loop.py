@@ -99,7 +99,8 @@ class Decoder:
         self._active = set(range(len(prompts)))
         self._rounds = self._drafted = self._accepted = 0
 
-    @torch.no_grad()
+    # Not only without gradients but without version counters: a round is many small operations.
+    @torch.inference_mode()
     def run(self) -> tuple[list[list[int]], GenerationStats]:
         """Generate until every row has ended; returns the new tokens of each row and what it took."""
         began = time.perf_counter()

@@ -99,7 +99,8 @@ def replay_forward(
     batch, tokens, _ = hidden_states.shape
     heads, headdim, groups, dstate = mixer.num_heads, mixer.head_dim, mixer.n_groups, mixer.ssm_state_size
     inner, shared = heads * headdim, groups * dstate
-    gate, conv_in, dt = mixer.in_proj(hidden_states).split([inner, inner + 2 * shared, heads], dim=-1)
+    projected = mixer.in_proj(hidden_states)
+    gate, conv_in, dt = torch.split_with_sizes(projected, (inner, inner + 2 * shared, heads), -1)
     conv_out = causal_conv1d_replay(
         buffers.conv_rows,
         cursors.conv_start,
@@ -111,7 +112,7 @@ def replay_forward(
     )
     if weights.activation is None:
         conv_out = mixer.act(conv_out)
-    x, B, C = conv_out.split([inner, shared, shared], dim=-1)
+    x, B, C = torch.split_with_sizes(conv_out, (inner, shared, shared), -1)
     y = checkpointing_ssu(
         buffers.state,
         buffers.x_cache,
@@ -120,7 +121,7 @@ def replay_forward(
         cursors.ring_start,
         cursors.num_live,
         x.view(batch, tokens, heads, headdim),
-        dt[..., None].expand(-1, -1, -1, headdim),
+        dt.unsqueeze(-1).expand(-1, -1, -1, headdim),
         weights.A,
         B.view(batch, tokens, groups, dstate),
         C.view(batch, tokens, groups, dstate),
