@@ -140,6 +140,15 @@ def test_bits_of_weights_stored_by_tap_are_the_same():
     )
 
 
+def test_the_sum_begins_with_the_bias_and_the_oldest_tap():
+    case = make(tokens=1, batch=1)
+    window = torch.cat([history_of(case, 0, 4), case["x"][0]])
+    expected = case["bias"].clone()
+    for row, tap in zip(window, case["weight"].t(), strict=True):
+        expected += row * tap
+    assert torch.equal(causal_conv1d_replay(**case)[0, 0], expected)
+
+
 def test_second_call_without_a_commit_repeats_itself():
     case = make(conv_len=8)
     first = causal_conv1d_replay(**case)
