@@ -18,6 +18,9 @@ examples:
   git diff | replayssm generate ./my-mamba2 --temperature 0.8 --seed 7 > answer.txt
 """
 
+# Looking up costs nothing, and eight rows of a matrix product cost on a CPU what five do (docs/log.md).
+LOOKUP_DRAFT, MODEL_DRAFT = 7, 4
+
 DRAFT_HELP = """\
 where draft tokens come from: 'lookup' (what followed the same words earlier in the text), 'none' (no speculation), or
 the path or id of a smaller model with the same tokenizer (default: lookup)"""
@@ -86,9 +89,8 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
     speculation.add_argument(
         "--num-draft-tokens",
         type=_number(int, 1, 63),
-        default=4,
         metavar="N",
-        help="most longest draft, 1..63 (default: 4)",
+        help=f"longest draft, 1..63 (default: {LOOKUP_DRAFT} by look-up, {MODEL_DRAFT} from a model)",
     )
     sampling = generate.add_argument_group("text")
     sampling.add_argument(
