@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from replayssm.dispatch import implementation
 from replayssm.hf.attachment import ATTRIBUTE, Attachment, attachment_of
 from replayssm.hf.cache import ReplayCache
-from replayssm.hf.linear import PaddedLinear, RowPadding
 from replayssm.hf.mixers import FAMILIES
 
 _SUPPORTED = "supported are decoder-only models of the families " + ", ".join(sorted(FAMILIES))
@@ -73,11 +72,9 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
     """Prepare a model for replay decoding, in place.
 
     The forward of every recurrent mixer is replaced: called with a ``ReplayCache`` it runs from the cache's pool,
-    otherwise it does what it did before. The mixers' linear layers and the language-model head multiply row counts
-    whose results agree (see ``replayssm.hf.linear``; measured here, on this machine). Weights stored in bf16 or fp16
-    are converted to fp32, because bf16 logits tie and equal texts could not be promised, and weights of linear layers
-    change their strides; ``detach`` restores both exactly, so detach before saving. Attaching an attached model only
-    measures again, and only if the number of threads has changed.
+    otherwise it does what it did before. Weights stored in bf16 or fp16 are converted to fp32, because bf16 logits tie
+    and equal texts could not be promised; ``detach`` converts them back exactly. Attaching an attached model changes
+    nothing.
 
     Args:
         model: a causal LM of a supported family, on a supported device.
@@ -98,45 +95,28 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
         >>> detach(model)
     """
     family = check_model(model)
-    attached = attachment_of(model)
-    if attached is not None:
-        attached.padding.refresh()
+    if attachment_of(model) is not None:
         return model
-    head = model.get_output_embeddings()
     mixers = [module for module in model.modules() if type(module).__name__ == family.MIXER_CLASS]
-    linears = [linear for mixer in mixers for linear in family.linears(mixer)] + [head]
-    stored = _restore_later(model)
-    for tensor, _, _ in stored:
-        tensor.data = tensor.data.float()  # nothing happens to what is fp32 already
-    for linear in linears:
-        # Few rows times a weight stored input by input take a quarter less time. A tied head stays as it is, because
-        # the embedding gathers its rows.
-        if linear.weight is not model.get_input_embeddings().weight:
-            linear.weight.data = linear.weight.data.t().contiguous().t()
-    parameters = inspect.signature(model.forward).parameters
-    cache_name = "cache" if "cache" in parameters else "cache_params"
-    padding = RowPadding(linears)
-    attachment = Attachment(model.config.model_type, mixers, cache_name, padding, stored=stored)
+    cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "cache_params"
+    attachment = Attachment(model.config.model_type, mixers, model.get_output_embeddings(), cache_name)
+    attachment.stored_dtypes = _narrow_tensors(model)
+    for tensor, _ in attachment.stored_dtypes:
+        tensor.data = tensor.data.float()
     for position, mixer in enumerate(mixers):
-        _replace(attachment, mixer, MixerForward(mixer, mixer.forward, position, cache_name))
-    for linear in linears:
-        _replace(attachment, linear, PaddedLinear(linear, padding))
+        attachment.replaced.append((mixer, mixer.__dict__.get("forward")))
+        mixer.__dict__["forward"] = MixerForward(mixer, mixer.forward, position, cache_name)
     setattr(model, ATTRIBUTE, attachment)
     return model
 
 
-def _restore_later(model: PreTrainedModel) -> list[tuple[Tensor, torch.dtype, tuple[int, ...]]]:
+def _narrow_tensors(model: PreTrainedModel) -> list[tuple[Tensor, torch.dtype]]:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in tensors:
         if tensor.is_floating_point() and tensor.dtype not in _STORED_DTYPES:
             supported = ", ".join(str(dtype) for dtype in _STORED_DTYPES)
             raise ValueError(f"model: weight '{name}' is {tensor.dtype}; supported weight types are {supported}")
-    return [(tensor, tensor.dtype, tensor.stride()) for _, tensor in tensors if tensor.is_floating_point()]
-
-
-def _replace(attachment: Attachment, module: nn.Module, forward: Any) -> None:
-    attachment.replaced.append((module, module.__dict__.get("forward")))
-    module.__dict__["forward"] = forward
+    return [(t, t.dtype) for _, t in tensors if t.is_floating_point() and t.dtype != torch.float32]
 
 
 def detach(model: PreTrainedModel) -> None:
@@ -156,8 +136,6 @@ def detach(model: PreTrainedModel) -> None:
             del module.__dict__["forward"]
         else:
             module.__dict__["forward"] = before
-    for tensor, dtype, strides in attachment.stored:
-        if tensor.dtype != dtype or tensor.stride() != strides:
-            restored = torch.empty_strided(tensor.shape, strides, dtype=dtype, device=tensor.device)
-            tensor.data = restored.copy_(tensor.data)
+    for tensor, dtype in attachment.stored_dtypes:
+        tensor.data = tensor.data.to(dtype)
     delattr(model, ATTRIBUTE)

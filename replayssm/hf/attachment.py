@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from replayssm.hf.linear import RowPadding
 from replayssm.hf.mixers import FAMILIES
 
 ATTRIBUTE = "_replayssm_attachment"
@@ -23,18 +22,23 @@ class Attachment:
     Attributes:
         model_type: key of the model's adapter in ``replayssm.hf.mixers.FAMILIES``.
         mixers: the recurrent layers, in order.
+        head: the language-model head.
         cache_name: the forward's name for the cache: ``cache``, before transformers 5.24 ``cache_params``.
-        padding: row counts of the matrix products.
         replaced: modules whose ``forward`` was replaced, with what their ``__dict__`` held before (None: nothing).
-        stored: tensors whose storage was changed, with the dtype and strides to go back to.
+        stored_dtypes: tensors that were converted to fp32, with the dtype to go back to.
     """
 
     model_type: str
     mixers: list[nn.Module]
+    head: nn.Linear
     cache_name: str
-    padding: RowPadding
     replaced: list[tuple[nn.Module, Any]] = field(default_factory=list)
-    stored: list[tuple[Tensor, torch.dtype, tuple[int, ...]]] = field(default_factory=list)
+    stored_dtypes: list[tuple[Tensor, torch.dtype]] = field(default_factory=list)
+
+    @property
+    def linears(self) -> list[nn.Linear]:
+        """The linear layers that a round runs through."""
+        return [linear for mixer in self.mixers for linear in self.family.linears(mixer)] + [self.head]
 
     @property
     def family(self) -> ModuleType:

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from replayssm.cache import ReplayPool
 from replayssm.hf.attachment import attachment_of
+from replayssm.hf.linear import may_pack
 
 
 class _PoolLayer(LinearAttentionLayer):
@@ -50,7 +51,7 @@ class ReplayCache(Cache):
     the newest forward count as accepted when the next forward starts, unless ``crop`` or ``accept`` said otherwise.
 
     Args:
-        model: an attached model.
+        model: an attached model. The weights it has now are used; they must not change while the cache is in use.
         batch_size: rows of ``input_ids`` in every forward.
         max_tokens: most tokens of one forward after the prefill, at most ``window``.
         window: most ring rows that are replayed before they are folded into the checkpoint.
@@ -59,6 +60,7 @@ class ReplayCache(Cache):
         pool: the pool; its slots are freed by ``close`` or at the end of a ``with`` block.
         prefill: during a prefill the plain cache that the model's own forward fills, else None.
         traffic: counts of what was read and written.
+        exact: whether the mixers' matrix products were measured to treat every row alike.
 
     Raises:
         ValueError: the model is not attached.
@@ -99,7 +101,9 @@ class ReplayCache(Cache):
         self.prefill: DynamicCache | None = None
         self.traffic = Traffic()
         self._family, self._config = family, model.config
-        self._weights = [family.prepare(mixer) for mixer in mixers]
+        pack = may_pack(attachment.linears)
+        self._weights = [family.prepare(mixer, pack) for mixer in mixers]
+        self.exact = all(weights.exact for weights in self._weights)
         self._layer_idx: list[Any] = [mixer.layer_idx for mixer in mixers]
         self._slots = self.pool.allocate(batch_size)
         # Host copies of what the next forward needs, so that no device value is read back.

@@ -1,15 +1,19 @@
 """Matrix products whose rows do not depend on how many rows are multiplied together.
 
-A BLAS picks its kernel by the number of rows (and splits the rows over its threads), so a token may get other bits when
+A BLAS picks its kernel by the number of rows and splits the rows over its threads, so a token may get other bits when
 it is scored alone than when it is scored with its neighbours. Which row counts agree is a property of the machine, the
-shape and the number of threads. It is measured here, and products with other counts are padded with rows of zeros up
-to the next one that agrees.
+shape, the library and the number of threads. It is measured here, and products with other counts are padded with rows
+of zeros up to the next one that agrees.
+
+Two libraries are used. oneDNN with a weight packed in advance is the faster one for the few rows of a verify, and
+nearly all of its row counts agree; the packed copy costs the weight's memory again, so large models and builds of torch
+without oneDNN multiply with the weight as it is.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -18,83 +22,94 @@ from torch import Tensor, nn
 # Row counts up to this one are measured each; larger ones are spot-checked and then left as they are.
 _MEASURED = 32
 _SPOT_CHECKS = (33, 40, 47, 63)
+# Rows that the packing is made for; it serves any number.
+_PACKED_FOR = 8
+# Packed copies of all weights of a model together may take this many bytes.
+_MOST_PACKED = 2**30
 _measurements: dict[tuple[object, ...], tuple[frozenset[int], bool]] = {}
 
 
-def _measure(linear: nn.Linear) -> tuple[frozenset[int], bool]:
-    """Row counts whose products agree with those of 64 rows, and whether all spot checks above them agree too."""
-    weight, bias = linear.weight, linear.bias
-    key = (weight.shape, weight.stride(), bias is not None, torch.get_num_threads())
-    if key not in _measurements:
-        rows = torch.randn(65, weight.shape[1], generator=torch.Generator().manual_seed(0), dtype=weight.dtype)
-        with torch.no_grad():
-            # The second product shows whether a row's place among the others matters.
-            expected, shifted = F.linear(rows[:64], weight, bias), F.linear(rows[1:], weight, bias)
-            if not torch.equal(expected[1:], shifted[:-1]):
-                return frozenset(), False
-
-            def agrees(count: int) -> bool:
-                first, second = (F.linear(rows[start : start + count], weight, bias) for start in (0, 1))
-                return torch.equal(first, expected[:count]) and torch.equal(second, shifted[:count])
-
-            agreeing = frozenset(count for count in range(1, _MEASURED + 1) if agrees(count))
-            _measurements[key] = agreeing, all(map(agrees, _SPOT_CHECKS))
-    return _measurements[key]
+def may_pack(linears: Sequence[nn.Linear]) -> bool:
+    """Whether packed copies of these layers' weights are worth their memory on this build of torch."""
+    return torch.backends.mkldnn.is_available() and sum(each.weight.nbytes for each in linears) <= _MOST_PACKED
 
 
-class RowPadding:
-    """Row counts to pad to, shared by the linear layers of one model.
+class RowProduct:
+    """``linear(x)`` for fp32 inputs on the CPU, without gradients, from the weights that the layer has now.
+
+    Args:
+        linear: the layer.
+        pack: whether to keep a packed copy of its weight (``may_pack``).
 
     Attributes:
-        exact: whether, on this machine and with this number of threads, every padded product gives a row the same bits
-            however many rows are multiplied together.
+        exact: whether, on this machine and with this number of threads, a row was measured to get the same bits however
+            many rows are multiplied together. If not, a warning says so.
+
+    Example:
+        >>> import torch
+        >>> layer, x = torch.nn.Linear(33, 57), torch.randn(9, 33)
+        >>> product = RowProduct(layer, pack=may_pack([layer]))
+        >>> torch.equal(product(x)[:1], product(x[:1]))
+        True
     """
 
-    def __init__(self, linears: Iterable[nn.Linear]) -> None:
-        self._linears = list(linears)
-        self._threads = 0
-        self._target: list[int] = []
-        self.exact = False
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Measure again if the number of threads has changed since the last time."""
-        if self._threads == torch.get_num_threads():
-            return
-        self._threads = torch.get_num_threads()
-        measured = [_measure(linear) for linear in self._linears]
-        agreeing = frozenset.intersection(*(counts for counts, _ in measured))
-        targets = [min((c for c in agreeing if c >= rows), default=0) for rows in range(_MEASURED + 1)]
-        self.exact = all(targets) and all(large for _, large in measured)
+    def __init__(self, linear: nn.Linear, pack: bool) -> None:
+        weight = linear.weight.detach()
+        bias = None if linear.bias is None else linear.bias.detach()
+        self._multiply = _packed(weight, bias) if pack else _plain(weight, bias)
+        threads = torch.get_num_threads()
+        key = (weight.shape, bias is not None, pack, threads)
+        if key not in _measurements:
+            _measurements[key] = _measure(self._multiply, weight.shape[1])
+        agreeing, large = _measurements[key]
+        targets = [min((count for count in agreeing if count >= rows), default=0) for rows in range(_MEASURED + 1)]
+        self.exact = large and all(targets)
         self._target = [target or rows for rows, target in enumerate(targets)]
         if not self.exact:
             warnings.warn(
-                f"matrix products on this machine with {self._threads} threads round a row differently when it is "
-                "multiplied together with others, so texts with and without drafts can differ where two tokens are "
-                "almost equally likely; torch.set_num_threads(1) usually avoids that",
+                f"matrix products on this machine with {threads} threads round a row differently when it is multiplied "
+                "together with others, so texts with and without drafts can differ where two tokens are almost equally "
+                "likely; torch.set_num_threads(1) usually avoids that",
                 stacklevel=2,
             )
 
-    def multiply(self, linear: nn.Linear, x: Tensor) -> Tensor:
-        """``F.linear`` of ``x`` ``[..., in_features]`` with the rows padded."""
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply ``x`` ``[..., in_features]``; returns ``[..., out_features]``."""
         width = x.shape[-1]
-        rows = x.numel() // width
-        flat = x.reshape(rows, width)
+        flat = x.reshape(-1, width)
+        rows = flat.shape[0]
         target = self._target[rows] if rows <= _MEASURED else rows
-        if target != rows:
+        if target == rows:
+            out = self._multiply(flat)
+        else:
             padded = flat.new_zeros(target, width)
             padded[:rows] = flat
-            flat = padded
-        out = F.linear(flat, linear.weight, linear.bias)[:rows]
+            out = self._multiply(padded)[:rows]
         return out.view(*x.shape[:-1], out.shape[-1])
 
 
-class PaddedLinear:
-    """The forward of one attached ``nn.Linear``."""
+def _plain(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    return lambda rows: F.linear(rows, weight, bias)
 
-    def __init__(self, linear: nn.Linear, padding: RowPadding) -> None:
-        self.linear, self.padding = linear, padding
 
-    def __call__(self, input: Tensor) -> Tensor:
-        """``linear(input)``; the argument has the name that ``nn.Linear`` gives it."""
-        return self.padding.multiply(self.linear, input)
+def _packed(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR)
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+    return lambda rows: multiply(rows, packed, bias, "none", [], "")
+
+
+@torch.no_grad()
+def _measure(multiply: Callable[[Tensor], Tensor], width: int) -> tuple[frozenset[int], bool]:
+    """Row counts whose products agree with those of 64 rows, and whether all spot checks above them agree too."""
+    rows = torch.randn(65, width, generator=torch.Generator().manual_seed(0))
+    # The second product shows whether a row's place among the others matters.
+    expected, shifted = multiply(rows[:64]), multiply(rows[1:])
+    if not torch.equal(expected[1:], shifted[:-1]):
+        return frozenset(), False
+
+    def agrees(count: int) -> bool:
+        first, second = (multiply(rows[start : start + count]) for start in (0, 1))
+        return torch.equal(first, expected[:count]) and torch.equal(second, shifted[:count])
+
+    agreeing = frozenset(count for count in range(1, _MEASURED + 1) if agrees(count))
+    return agreeing, all(map(agrees, _SPOT_CHECKS))

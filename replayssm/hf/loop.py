@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from replayssm.hf.attachment import attachment_of
 from replayssm.hf.cache import ReplayCache
 from replayssm.hf.drafts import Drafter
 from replayssm.hf.forward import Forward
@@ -115,7 +114,7 @@ class Decoder:
             prefilled = time.perf_counter()
             while self._active:
                 self._round(cache, forward)
-            stats = self._stats(cache, time.perf_counter() - began, prefilled - began)
+            stats = self._stats(cache, forward.exact, time.perf_counter() - began, prefilled - began)
         if self._streamer is not None:
             self._streamer.end()
         new = [text[start:] for text, start in zip(self._rows.texts, self._rows.prompt_lens, strict=True)]
@@ -182,9 +181,7 @@ class Decoder:
                 break
         return new, False
 
-    def _stats(self, cache: ReplayCache, seconds: float, prefill_seconds: float) -> GenerationStats:
-        attachment = attachment_of(self._model)
-        assert attachment is not None
+    def _stats(self, cache: ReplayCache, exact: bool, seconds: float, prefill_seconds: float) -> GenerationStats:
         read, written = cache.moved_bytes()
         lengths = zip(self._rows.texts, self._rows.prompt_lens, strict=True)
         return GenerationStats(
@@ -199,5 +196,5 @@ class Decoder:
             state_bytes_read=read,
             state_bytes_written=written,
             flushes=cache.traffic.flushed,
-            exact=attachment.padding.exact,
+            exact=exact,
         )

@@ -8,6 +8,7 @@ import torch
 from tiny_mamba2 import SIZES, fresh_model, greedy_text, make_prompts, oracle, pad, shared_model, step_logits
 
 import replayssm.hf as hf
+from replayssm.hf.forward import Forward
 
 LENGTHS = (9, 2, 14, 5, 1)
 COUNT = 21
@@ -154,13 +155,12 @@ def test_batch_rows_have_the_bits_of_the_row_alone(splits):
     windows = make_prompts("biases", (5, 5, 5), seed=9)
 
     def logits(rows):
-        with torch.no_grad(), hf.ReplayCache(model, 3) as cache:
-            for row in rows:
-                cache.select([row])
-                model(torch.tensor([prompts[row]]), **{cache.name: cache})
+        with torch.inference_mode(), hf.ReplayCache(model, 3) as cache:
+            forward = Forward(model, cache)
+            assert forward.exact
+            parts = [torch.cat([forward.prefill(row, prompts[row]) for row in rows])]
             cache.select(rows)
-            parts = [model(torch.tensor([windows[row][a:b] for row in rows]), **{cache.name: cache}).logits
-                     for a, b in splits]  # fmt: skip
+            parts += [forward([windows[row][a:b] for row in rows]) for a, b in splits]
         return torch.cat(parts, dim=1)
 
     together = logits([2, 0, 1])

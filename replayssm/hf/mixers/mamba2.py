@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from replayssm.cache import Mamba2Buffers, Mamba2Layer
 from replayssm.conv import causal_conv1d_replay
 from replayssm.cursors import Cursors
+from replayssm.hf.linear import RowProduct
 from replayssm.mamba import checkpointing_ssu
 
 MIXER_CLASS = "Mamba2Mixer"
@@ -34,9 +35,11 @@ def linears(mixer: Any) -> list[nn.Linear]:
 
 @dataclass(frozen=True)
 class Weights:
-    """The mixer's small parameters in the shapes that the ops take, made once per cache.
+    """The mixer's parameters in the shapes that the ops take, made once per cache.
 
     Attributes:
+        in_proj: the input projection.
+        out_proj: the output projection.
         conv_weight: ``[channels, width]``, stored tap by tap.
         conv_bias: ``[channels]`` or None.
         A: ``-exp(A_log)``, ``[nheads, headdim, dstate]`` with strides (1, 0, 0).
@@ -46,6 +49,8 @@ class Weights:
         activation: what the convolution applies itself, None when the mixer's own module has to.
     """
 
+    in_proj: RowProduct
+    out_proj: RowProduct
     conv_weight: Tensor
     conv_bias: Tensor | None
     A: Tensor
@@ -54,13 +59,20 @@ class Weights:
     dt_limit: tuple[float, float]
     activation: str | None
 
+    @property
+    def exact(self) -> bool:
+        """Whether the projections were measured to treat every row alike."""
+        return self.in_proj.exact and self.out_proj.exact
 
-def prepare(mixer: Any) -> Weights:
-    """Compute a mixer's ``Weights`` from the parameters it has now."""
+
+def prepare(mixer: Any, pack: bool) -> Weights:
+    """Compute a mixer's ``Weights`` from the parameters it has now; ``pack`` is that of ``RowProduct``."""
     heads, headdim, dstate = mixer.num_heads, mixer.head_dim, mixer.ssm_state_size
     bias = mixer.conv1d.bias
     low, high = mixer.time_step_limit
     return Weights(
+        in_proj=RowProduct(mixer.in_proj, pack),
+        out_proj=RowProduct(mixer.out_proj, pack),
         conv_weight=mixer.conv1d.weight.detach().squeeze(1).t().contiguous().t(),
         conv_bias=None if bias is None else bias.detach(),
         A=(-torch.exp(mixer.A_log.detach().float()))[:, None, None].expand(heads, headdim, dstate),
@@ -85,7 +97,7 @@ def replay_forward(
 
     Args:
         mixer: the attached module.
-        weights: ``prepare(mixer)``.
+        weights: what ``prepare`` gave for the mixer.
         hidden_states: ``[batch, tokens, hidden]`` fp32.
         buffers: this layer's buffers, written in place (rings always, the state at a flush).
         cursors: read only; a commit moves them.
@@ -99,7 +111,7 @@ def replay_forward(
     batch, tokens, _ = hidden_states.shape
     heads, headdim, groups, dstate = mixer.num_heads, mixer.head_dim, mixer.n_groups, mixer.ssm_state_size
     inner, shared = heads * headdim, groups * dstate
-    projected = mixer.in_proj(hidden_states)
+    projected = weights.in_proj(hidden_states)
     gate, conv_in, dt = torch.split_with_sizes(projected, (inner, inner + 2 * shared, heads), -1)
     conv_out = causal_conv1d_replay(
         buffers.conv_rows,
@@ -136,4 +148,4 @@ def replay_forward(
         max_window=window,
         dt_limit=weights.dt_limit,
     )
-    return mixer.out_proj(mixer.norm(y.view(batch, tokens, inner), gate))
+    return weights.out_proj(mixer.norm(y.view(batch, tokens, inner), gate))
