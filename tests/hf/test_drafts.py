@@ -11,13 +11,13 @@ from replayssm.hf.attachment import attachment_of
 from replayssm.hf.drafts import NgramIndex
 
 
-def by_search(text, num_tokens, longest, shortest):
+def by_search(text, num_tokens, longest, shortest, trust):
     """The longest suffix that occurred before, at its newest place, continued as a loop."""
     for length in range(longest, shortest - 1, -1):
         for start in range(len(text) - length - 1, -1, -1):
             if text[start : start + length] == text[len(text) - length :]:
                 out = list(text)
-                for _ in range(num_tokens):
+                for _ in range(min(num_tokens, trust * length)):
                     out.append(out[len(out) - (len(text) - start - length)])
                 return out[len(text) :]
     return []
@@ -29,14 +29,15 @@ def by_search(text, num_tokens, longest, shortest):
     st.integers(1, 7),
     st.integers(1, 3),
     st.integers(0, 2),
+    st.integers(1, 4),
 )
-def test_index_finds_what_a_search_finds(pieces, num_tokens, shortest, more):
-    index, text = NgramIndex(shortest + more, shortest), []
+def test_index_finds_what_a_search_finds(pieces, num_tokens, shortest, more, trust):
+    index, text = NgramIndex(shortest + more, shortest, trust), []
     for piece in pieces:
         index.extend(piece)
         text += piece
         assert index.tokens == text
-        assert index.propose(num_tokens) == by_search(text, num_tokens, shortest + more, shortest)
+        assert index.propose(num_tokens) == by_search(text, num_tokens, shortest + more, shortest, trust)
 
 
 def test_newest_place_and_longest_match_win():
