@@ -37,10 +37,6 @@ class MixerForward:
             )
         if self.position == 0:
             cache.begin_forward(*hidden_states.shape[:2])
-        if cache.prefill is not None:
-            out = self.original(hidden_states, *args, **{**kwargs, self.cache_name: cache.prefill})
-            cache.store_prefill(self.position)
-            return out
         return cache.replay(self.position, self.mixer, hidden_states)
 
 

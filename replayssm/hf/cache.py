@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from replayssm.cache import ReplayPool
 from replayssm.hf.attachment import attachment_of
 from replayssm.hf.linear import may_pack
+from replayssm.hf.prefill import Prefill
 
 
 class _PoolLayer(LinearAttentionLayer):
@@ -46,8 +47,9 @@ class Traffic:
 class ReplayCache(Cache):
     """Cache of an attached model, over slots of a ``replayssm.cache.ReplayPool``.
 
-    The first forward of a row is the model's own (its prefill); its final states are copied into the pool. Every later
-    forward takes up to ``max_tokens`` tokens and leaves the checkpoint alone until the window is full. The tokens of
+    The first forward of a row is its prefill: it takes any number of tokens, and its final states become the pool's
+    checkpoints. Every later forward takes up to ``max_tokens`` tokens and leaves the checkpoint alone until the window is
+    full. The tokens of
     the newest forward count as accepted when the next forward starts, unless ``crop`` or ``accept`` said otherwise.
 
     Args:
@@ -58,7 +60,6 @@ class ReplayCache(Cache):
 
     Attributes:
         pool: the pool; its slots are freed by ``close`` or at the end of a ``with`` block.
-        prefill: during a prefill the plain cache that the model's own forward fills, else None.
         traffic: counts of what was read and written.
         exact: whether the mixers' matrix products were measured to treat every row alike.
 
@@ -98,13 +99,12 @@ class ReplayCache(Cache):
             max_tokens=max_tokens,
             device=model.device,
         )
-        self.prefill: DynamicCache | None = None
+        self._prefill: Prefill | None = None
         self.traffic = Traffic()
-        self._family, self._config = family, model.config
+        self._family = family
         pack = may_pack(attachment.linears)
         self._weights = [family.prepare(mixer, pack) for mixer in mixers]
         self.exact = all(weights.exact for weights in self._weights)
-        self._layer_idx: list[Any] = [mixer.layer_idx for mixer in mixers]
         self._slots = self.pool.allocate(batch_size)
         # Host copies of what the next forward needs, so that no device value is read back.
         self._lengths = [0] * batch_size
@@ -139,7 +139,7 @@ class ReplayCache(Cache):
             raise ValueError(f"input_ids: expected {len(self._rows)} rows as the ReplayCache has, got {batch}")
         new = [self._lengths[row] == 0 for row in self._rows]
         if all(new):
-            self.prefill = DynamicCache(config=self._config)
+            self._prefill = Prefill(self._family, batch, self.pool.device)
             self.pool.reset(self._selected)
         elif any(new):
             raise ValueError("ReplayCache: rows with and without a past cannot share a forward; see select")
@@ -148,10 +148,9 @@ class ReplayCache(Cache):
                 f"input_ids: expected at most max_tokens={self.pool.max_tokens} tokens after the prefill, got {seq_len}"
             )
         else:
-            self.prefill = None
-            self._count(seq_len)
-        if self.prefill is None:
+            self._prefill = None
             self._pending = seq_len
+            self._count(seq_len)
         for row in self._rows:
             self._lengths[row] += seq_len
 
@@ -165,24 +164,16 @@ class ReplayCache(Cache):
                 traffic.flushed += 1
                 self._live[row] = 0
 
-    def store_prefill(self, position: int) -> None:
-        """Copy a layer's states out of the plain cache into the pool, after the layer's own forward."""
-        assert self.prefill is not None
-        layer: Any = self.prefill.layers[self._layer_idx[position]]
-        history = self.pool.layers[position].conv_width - 1
-        conv = layer.conv_states[0]
-        self.pool.write_state(
-            position, self._selected, layer.recurrent_states[0], conv[..., conv.shape[-1] - history :]
-        )
-        if position == len(self.layers) - 1:
-            self.prefill = None
-
     def replay(self, position: int, mixer: nn.Module, hidden_states: Tensor) -> Tensor:
-        """Run one layer from the pool."""
-        pool = self.pool
+        """Run one layer from the pool, or through a prompt that the pool then goes on from."""
+        pool, weights = self.pool, self._weights[position]
+        if self._prefill is not None:
+            out, state, conv_window = self._prefill.run(mixer, weights, hidden_states)
+            pool.write_state(position, self._selected, state, conv_window)
+            return out
         return self._family.replay_forward(
             mixer,
-            self._weights[position],
+            weights,
             hidden_states,
             pool.buffers[position],
             pool.cursors,
