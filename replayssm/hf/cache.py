@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +47,9 @@ class ReplayCache(Cache):
     """Cache of an attached model, over slots of a ``replayssm.cache.ReplayPool``.
 
     The first forward of a row is its prefill: it takes any number of tokens, and its final states become the pool's
-    checkpoints. Every later forward takes up to ``max_tokens`` tokens and leaves the checkpoint alone until the window is
-    full. The tokens of
-    the newest forward count as accepted when the next forward starts, unless ``crop`` or ``accept`` said otherwise.
+    checkpoints. Every later forward takes up to ``max_tokens`` tokens and leaves the checkpoint alone until the window
+    is full. The tokens of the newest forward count as accepted when the next forward starts, unless ``crop`` or
+    ``accept`` said otherwise.
 
     Args:
         model: an attached model. The weights it has now are used; they must not change while the cache is in use.

@@ -39,8 +39,7 @@ class Forward:
     def prefill(self, row: int, prompt: Sequence[int]) -> Tensor:
         """Run a prompt; returns the logits of its last token ``[1, 1, vocab]``.
 
-        One row at a time: in transformers' scan over whole prompts the bits of a row depend on the rows beside it
-        (measured), and its memory grows with them.
+        One row at a time, because prompts differ in length and must not be padded.
         """
         self._cache.select([row])
         return self._head(self._hidden([prompt])[:, -1:])

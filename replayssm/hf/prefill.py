@@ -1,7 +1,7 @@
 """Running a prompt through a layer in blocks: the replay ops on a scratch pool whose window holds a whole block.
 
-A block that is folded before the next one is scored is Mamba-2's chunked scan with the chunk as window: each block reads
-the state once, and memory does not grow with the prompt. transformers' own scan costs ten times as much on a CPU.
+A block that is folded before the next one is scored is Mamba-2's chunked scan with the chunk as window: each block
+reads the state once, and memory does not grow with the prompt. transformers' own scan costs ten times as much on a CPU.
 """
 
 from __future__ import annotations
