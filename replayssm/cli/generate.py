@@ -23,19 +23,19 @@ class Result:
     Attributes:
         ids: new token ids, int64 ``[tokens]``, without the prompt.
         seconds: wall time of the whole call, prompt included.
-        decode_seconds: wall time from the first new token to the last.
+        prompt_seconds: the part of it up to the first new token.
         stats: what ``replayssm.hf.generate`` counted; None for transformers' own generate.
     """
 
     ids: Tensor
     seconds: float
-    decode_seconds: float
+    prompt_seconds: float
     stats: Any
 
     @property
     def tokens_per_second(self) -> float:
-        """Speed after the prompt: the tokens behind the first one by the time that they took."""
-        return (self.ids.numel() - 1) / self.decode_seconds if self.decode_seconds > 0 else 0.0
+        """New tokens by the wall time of the whole call."""
+        return self.ids.numel() / self.seconds
 
 
 def run(options: argparse.Namespace) -> int:
@@ -103,13 +103,12 @@ def speculate(loaded: Loaded, options: argparse.Namespace, *, drafts: bool = Tru
         return_stats=True,
     )
     seconds = time.perf_counter() - started
-    return Result(sequences[0, loaded.input_ids.shape[1] :], seconds, clock.last - clock.first, stats)
+    return Result(sequences[0, loaded.input_ids.shape[1] :], seconds, clock.first - started, stats)
 
 
 def summary(result: Result) -> str:
     """Return one line about speed and drafts."""
-    line = f"{result.ids.numel()} tokens in {result.seconds:.2f} s"
-    line += f" · {result.tokens_per_second:.0f} tokens/s after the prompt"
+    line = f"{result.ids.numel()} tokens in {result.seconds:.2f} s · {result.tokens_per_second:.0f} tokens/s"
     if result.stats.drafted:
         line += f" · {result.stats.accept_rate:.0%} of {result.stats.drafted} drafts accepted"
     return line
@@ -126,7 +125,7 @@ def report(loaded: Loaded, options: argparse.Namespace, result: Result) -> dict[
         "token_ids": result.ids.tolist(),
         "new_tokens": result.ids.numel(),
         "seconds": result.seconds,
-        "decode_seconds": result.decode_seconds,
+        "prompt_seconds": result.prompt_seconds,
         "tokens_per_second": result.tokens_per_second,
         "rounds": result.stats.rounds,
         "drafted": result.stats.drafted,

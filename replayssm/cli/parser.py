@@ -18,8 +18,8 @@ examples:
   git diff | replayssm generate ./my-mamba2 --temperature 0.8 --seed 7 > answer.txt
 """
 
-# Looking up costs nothing, and eight rows of a matrix product cost on a CPU what five do (docs/log.md).
-LOOKUP_DRAFT, MODEL_DRAFT = 7, 4
+# Looking up costs nothing, and a match decides how much of a long draft is used; measured in docs/log.md.
+LOOKUP_DRAFT, MODEL_DRAFT = 11, 4
 
 DRAFT_HELP = """\
 where draft tokens come from: 'lookup' (what followed the same words earlier in the text), 'none' (no speculation), or

@@ -53,7 +53,7 @@ class TextSteps:
 class Clock:
     """A streamer that takes the time of the first and the last new token and passes everything on.
 
-    The same clock is held to every way of generating. What comes before the first token is the prompt's forward.
+    The same clock is held to every way of generating. What comes before the first token is the work on the prompt.
 
     Args:
         streamer: gets what this one gets, if given.
