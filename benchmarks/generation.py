@@ -1,9 +1,9 @@
 """Tokens per second of the shipped model on one pinned CPU thread: transformers' own generate, and ours both ways.
 
 ``python benchmarks/generation.py`` runs the demo prompt and the 20 held-out prompts, greedily. Every way must give the
-same ids before anything is timed; timed runs are interleaved and the median counts. Speed is new tokens by the time of the
-whole call, prompt included; "x decode" compares the time from the first new token to the last alone. Prints a table,
-compares the medians with the targets, and writes benchmarks/results/cpu/generation.csv.
+same ids before anything is timed; timed runs are interleaved and the median counts. Speed is new tokens by the time of
+the whole call, prompt included; "x decode" compares the time from the first new token to the last alone. Prints a
+table, compares the medians with the targets, and writes benchmarks/results/cpu/generation.csv.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--num-draft-tokens", type=int, default=LOOKUP_DRAFT)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=20, help="held-out prompts beside the demo prompt")
     options = parser.parse_args()
     pin_to_one_core()
