@@ -137,6 +137,21 @@ def test_a_traceback_can_be_asked_for(monkeypatch, model):
         main(["generate", model, "--prompt", "abc", "--device", "meta"])
 
 
+def test_our_warnings_are_one_line_and_others_are_silent(capsys, monkeypatch):
+    import warnings
+
+    from replayssm.cli import generate
+
+    def run(_):
+        warnings.warn_explicit("of a library", UserWarning, "other.py", 1, module="torch.something")
+        warnings.warn_explicit("two\nlines", UserWarning, "linear.py", 1, module="replayssm.hf.linear")
+        return 0
+
+    monkeypatch.setattr(generate, "run", run)
+    assert main(["generate"]) == 0
+    assert capsys.readouterr().err == "replayssm: warning: two lines\n"
+
+
 def test_info(capsys):
     assert main(["info"]) == 0
     out = capsys.readouterr().out

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from replayssm.cli.errors import CommandError
@@ -34,7 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = build_parser().parse_args(argv)
         command = importlib.import_module(f"replayssm.cli.{options.command}")
-        code: int = command.run(options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what other libraries say to their developers
+            warnings.filterwarnings("once", module=r"replayssm\.")
+            warnings.showwarning = _warn
+            code: int = command.run(options)
         sys.stdout.flush()
         return code
     except SystemExit as stop:  # argparse: help, version
@@ -51,6 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("REPLAYSSM_TRACEBACK") == "1":
             raise
         return _report(str(error) or type(error).__name__, 1)
+
+
+def _warn(message: Warning | str, *_: object, **__: object) -> None:
+    sys.stderr.write(f"replayssm: warning: {' '.join(str(message).split())}\n")
 
 
 def _report(message: str, exit_code: int) -> int:
