@@ -94,7 +94,7 @@ def philox4x32(
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0 = (k0 + _PHILOX_KEY_STEPS[0]) & _WORD
         k1 = (k1 + _PHILOX_KEY_STEPS[1]) & _WORD
-    return c0, c1, c2, c3
+    return tuple(torch.broadcast_tensors(c0, c1, c2, c3))  # fewer than four rounds do not mix every word into each
 
 
 def layer_seed(seed: int, layer: int) -> int:

@@ -214,7 +214,9 @@ def test_nan_in_one_request_leaves_the_others_alone(state_dtype):
 
 
 @pytest.mark.parametrize(("state_dtype", "dtype"), [(torch.float32, torch.float32), (torch.int8, torch.bfloat16)])
-@pytest.mark.parametrize("sizes", [{}, {"nheads": 16, "ngroups": 1, "headdim": 32, "dstate": 64}])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"nheads": 16, "ngroups": 1, "headdim": 32, "dstate": 64}, {"ngroups": 3, "dstate": 33}]
+)
 def test_a_request_has_the_same_bits_in_any_batch_and_order(state_dtype, dtype, sizes):
     call = random_ssu_call(live=(5, 0, 7, 8, 3), seq_len=4, window=8, state_dtype=state_dtype, dtype=dtype, **sizes)
     whole = run(call.clone())
@@ -288,6 +290,30 @@ def test_strided_pools_and_trackers_equal_contiguous_ones(state_dtype):
     for name, memory in after.memory().items():
         assert torch.equal(memory, expected.memory()[name]), name
     assert after.state.untyped_storage().nbytes() >= 3 * call.state.nbytes
+
+
+@pytest.mark.parametrize("seq_len", [1, 3])
+@pytest.mark.parametrize("dstate", [33, 64])
+def test_bits_depend_neither_on_where_memory_starts_nor_on_the_cursor(seq_len, dstate):
+    """Products are summed differently off the multiples of 16 bytes, where slots, rows and views may start."""
+    call = random_ssu_call(
+        live=(12, 3, 5), seq_len=seq_len, window=12, nheads=8, ngroups=2, headdim=8, dstate=dstate, ring_start=(0, 1, 2)
+    )
+    expected = run(call.clone())
+    slots, names = call.state_batch_indices, ("state", "x_cache", "B_cache", "dt_cache")
+    for shift in (1, 2, 3):
+
+        def moved(tensor, shift=shift):
+            wide = poisoned((tensor.numel() + shift,), tensor.dtype)
+            return wide[shift:].view(tensor.shape).copy_(tensor)
+
+        tensors = {name: moved(getattr(call, name)) for name in (*names, "x", "B", "C", "z", "out")}
+        for name in names[1:]:
+            tensors[name].copy_(tensors[name].roll(shift, 2))
+        start = (call.ring_start + shift) % call.x_cache.shape[2]
+        after = run(replace(call, **tensors, ring_start=start))
+        assert torch.equal(after.out, expected.out)
+        assert torch.equal(as_bytes(after.state[slots]), as_bytes(expected.state[slots]))
 
 
 def test_slots_beyond_two_gigabytes_of_elements_are_addressed_with_64_bits():

@@ -144,12 +144,13 @@ def test_noise_depends_on_every_coordinate_and_not_on_the_shape_around_it():
     assert all((other != noise).float().mean() > 0.99 for other in others)
 
 
-def test_element_bits_follow_the_documented_counter():
+@pytest.mark.parametrize("rounds", [1, 2, 3, 10])
+def test_element_bits_follow_the_documented_counter(rounds):
     slot, head, row, column, seed = 5, 3, 2, 13, (11 << 32) | 9
     counter = tuple(torch.tensor(word) for word in (slot, head, row, column // 8))
-    word = philox4x32(counter, (9, 11))[column % 8 // 2].item()
+    word = philox4x32(counter, (9, 11), rounds)[column % 8 // 2].item()
     expected = word >> 16 if column % 2 else word & 0xFFFF
-    assert noise_bits(seed, slot, (4, 3, 14))[head, row, column] == expected
+    assert noise_bits(seed, slot, (4, 3, 14), rounds)[head, row, column] == expected
 
 
 def test_layer_seed_is_the_finaliser_of_splitmix64():

@@ -37,6 +37,18 @@ def write_rows(ring: Tensor, start: int, rows: Tensor) -> None:
     ring.narrow(1, 0, count - first).copy_(rows.narrow(1, first, count - first))
 
 
+def _aligned(operand: Tensor) -> Tensor:
+    """The fp32 operand of a matrix product, moved when its place in memory could change the product's bits.
+
+    A product is summed differently where rows start off the multiples of 16 bytes: bits would depend on the slot, on
+    the cursor and on the place in the batch. What is returned is packed from a multiple of 16 bytes on, or as good as.
+    """
+    in_place = operand.is_contiguous() or not any(stride % 4 for stride in operand.stride()[:-1])
+    if in_place and operand.data_ptr() % 16 == 0:
+        return operand
+    return operand.clone(memory_format=torch.contiguous_format)
+
+
 def fold(state: Tensor, x: Tensor, B: Tensor, dt: Tensor, A: Tensor) -> Tensor:
     """Advance a state by k rows, in place: ``S = exp(G_k) S + sum_i exp(G_k - G_i) dt_i x_i B_i^T``.
 
@@ -58,11 +70,12 @@ def fold(state: Tensor, x: Tensor, B: Tensor, dt: Tensor, A: Tensor) -> Tensor:
     weights = (total - sums).float().exp_().mul_(dt)
     x = (x * weights.unsqueeze(2)).transpose(1, 2).reshape(G, H // G * P, -1)
     decay = total.float().exp_().view(G, H // G, 1, 1)
-    heads = state.view(G, H // G, P, N)
+    moved = _aligned(state)
+    heads = moved.view(G, H // G, P, N)
     # Group by group, so that the second pass finds the group's state in the cache.
     for group in range(G):
         heads[group].mul_(decay[group]).view(H // G * P, N).addmm_(x[group], B[group])
-    return state
+    return state if moved is state else state.copy_(moved)
 
 
 @cache
@@ -97,6 +110,7 @@ def score(state: Tensor, scale: Tensor | None, x: Tensor, B: Tensor, C: Tensor, 
     if T > 1:
         weights.masked_fill_(_future(T, n - T), -torch.inf)
     weights.exp_().mul_(dt.unsqueeze(1))
+    state, B, C = _aligned(state), _aligned(B), _aligned(C)
     weights.view(G, H // G, T, n).mul_(torch.bmm(C, B.transpose(1, 2)).unsqueeze(1))
     y = torch.bmm(weights, x)
     # [G, T, H/G * P] in this order is one product that reads the state once.
