@@ -112,9 +112,10 @@ def encode(values, noise, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
         LARGEST: tl.constexpr = 127.0 if KIND == "int8" else 448.0
         # max drops NaN, so it counts as infinity: the row's scale is then infinite and decodes to NaN.
         amax = tl.max(tl.where(values == values, tl.abs(values), float("inf")), 1)
-        amax_floor = tl.maximum(amax, LARGEST * 6.018531076210112e-36)
-        factor = tl.where(amax == 0, 1.0, tl.div_rn(amax_floor * 0 + LARGEST, amax_floor))
-        scale = tl.div_rn(factor * 0 + 1.0, factor)
+        one = scale
+        factor = tl.div_rn(one, tl.maximum(amax, LARGEST * 6.018531076210112e-36)) * LARGEST
+        factor = tl.where(amax == 0, 1.0, factor)
+        scale = tl.div_rn(one, factor)
         scaled = values * factor[:, None]
         if KIND == "int8":
             if STOCHASTIC:

@@ -1,0 +1,32 @@
+"""What both launchers need to know about dtypes."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+KINDS = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int8: "int8",
+    torch.float8_e4m3fn: "fp8",
+}
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+# fp8 travels as bytes: its codes are made and read with integer arithmetic, on every architecture.
+STORAGE = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16, "int8": tl.int8, "fp8": tl.uint8}
+
+
+def raw(state: Tensor) -> Tensor:
+    """The state as a tensor of a dtype that kernels take."""
+    return state.view(torch.uint8) if state.dtype == torch.float8_e4m3fn else state
+
+
+def operand_dtype(inputs: torch.dtype) -> tl.dtype:
+    """Dtype of the operands of matrix products; bf16 products are exact, and wider inputs lose nothing to TF32x3."""
+    return tl.bfloat16 if inputs == torch.bfloat16 else tl.float32
+
+
+def assembly_available() -> bool:
+    """Whether kernels may hold PTX: not under the interpreter, and not on AMD's cards."""
+    return not triton.knobs.runtime.interpret and torch.version.hip is None

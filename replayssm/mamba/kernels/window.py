@@ -1,0 +1,94 @@
+"""What the step and the materialize kernel share: reading ring rows and folding them into rows of a state."""
+
+import triton
+import triton.language as tl
+
+from replayssm.mamba.kernels.rounding import decode, encode, noise_tile
+
+
+@triton.jit
+def ring_row(start, row, ring_len):
+    """Ring row of logical row ``row`` (below ``2 * ring_len - start``), without a division."""
+    row = start + row
+    return tl.where(row >= ring_len, row - ring_len, row)
+
+
+@triton.jit
+def load(pointer, mask, MASKED: tl.constexpr):
+    """Load with a mask where the tile overhangs, without one where the mask would hold everywhere."""
+    if MASKED:
+        return tl.load(pointer, mask=mask, other=0)
+    else:
+        return tl.load(pointer)
+
+
+@triton.jit
+def settle(tile, ASM: tl.constexpr):
+    """The tile itself, but nothing that is done with it may move above this line.
+
+    A loaded tile that a matrix product reads goes through shared memory, which waits for the load. The compiler writes
+    that right behind the load, so that later loads start one latency late; behind this line it cannot.
+    """
+    if ASM:
+        PACK: tl.constexpr = 32 // tile.dtype.primitive_bitwidth
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], tile.dtype, False, PACK)
+    else:
+        return tile
+
+
+@triton.jit
+def store(pointer, value, mask, MASKED: tl.constexpr):
+    """Store with a mask where the tile overhangs."""
+    if MASKED:
+        tl.store(pointer, value, mask=mask)
+    else:
+        tl.store(pointer, value)
+
+
+@triton.jit
+def fold_weights(dt, A, live, WP: tl.constexpr):
+    """``(decay, weights [WP])`` of ``live`` rows: exp(G_k) and exp(G_k - G_i) dt_i, zero from row ``live`` on.
+
+    ``dt`` [WP] is zero there, ``A`` is the head's fp32 number.
+    """
+    row = tl.arange(0, WP)
+    sums = tl.cumsum(dt, 0)
+    total = tl.sum(tl.where(row == live - 1, sums, 0.0), 0)
+    return tl.exp(A * total), tl.where(row < live, tl.exp(A * (total - sums)) * dt, 0.0)
+
+
+@triton.jit
+def fold_rows(
+    codes_in, scale_in, x_rows, B_weighted, decay, seed, slot, head, p,
+    N: tl.constexpr, KIND: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """Fold ring rows into the rows ``p`` of a head's state.
+
+    Args:
+        codes_in: the stored tile ``[rows, N]``.
+        scale_in: fp32 ``[rows]``, read for the 8-bit types alone.
+        x_rows: ring rows ``[window, rows]``, zero where not live.
+        B_weighted: ring rows ``[window, N]`` times the weights of fold_weights, in the operands' dtype.
+        decay: exp(G_k) from fold_weights.
+        seed: int64 random seed, read if ROUNDS > 0.
+        slot: slot that is written, a counter word of the noise.
+        head: head, another one.
+        p: int32 ``[rows]``, rows of the state.
+        N: columns of the tiles.
+        KIND: storage type, a value of ``common.KINDS``.
+        ROUNDS: rounds of the random generator, 0 to round to nearest.
+
+    Returns:
+        (folded fp32 tile, codes to store, their scale).
+    """
+    state = decode(codes_in, KIND)
+    if KIND == "int8" or KIND == "fp8":
+        state = state * scale_in[:, None]
+    x_rows = tl.trans(x_rows).to(B_weighted.dtype)
+    state = tl.dot(x_rows, B_weighted, state * decay, input_precision="tf32x3")
+    if ROUNDS > 0 and KIND != "fp32":
+        noise = noise_tile(seed, slot, head, p, N, ROUNDS)
+        codes, scale = encode(state, noise, KIND, True)
+    else:
+        codes, scale = encode(state, state, KIND, False)
+    return state, codes, scale
