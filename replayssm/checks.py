@@ -6,6 +6,7 @@ are looked at in the checked mode alone (``REPLAYSSM_CHECK=1``), which reads the
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from functools import cache, wraps
@@ -33,7 +34,10 @@ def once_per_layout(check: Callable[..., Result]) -> Callable[..., Result]:
     def checked(*arguments: object) -> Result:
         if torch.compiler.is_compiling():
             return check(*arguments)
-        layout = tuple((a.shape, a.stride(), a.dtype, a.device) if isinstance(a, Tensor) else a for a in arguments)
+        # The type of what is no tensor belongs to it, because 1 == 1.0 == True.
+        layout = tuple(
+            [(a.shape, a.stride(), a.dtype, a.device) if isinstance(a, Tensor) else (type(a), a) for a in arguments]
+        )
         try:
             if layout in passed:
                 return passed[layout]
@@ -64,9 +68,11 @@ def _describe(spec: str, sizes: dict[str, int]) -> str:
 
 
 def check_tensor(name: str, value: object) -> None:
-    """Raise TypeError unless ``value`` is a tensor."""
+    """Raise TypeError unless ``value`` is a tensor that has strides (no sparse one)."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name}: expected a torch.Tensor with strides, got one of layout {value.layout}")
 
 
 def check_shape(name: str, tensor: Tensor, spec: str, sizes: dict[str, int]) -> None:
@@ -122,8 +128,34 @@ def check_packed(name: str, tensor: Tensor, first_axis: int) -> None:
         expected *= tensor.shape[axis]
 
 
+def check_separate(name: str, tensor: Tensor, num_axes: int) -> None:
+    """Raise ValueError when two elements of a tensor that is written share memory.
+
+    Args:
+        name: the argument's name, first word of the message.
+        tensor: packed from axis ``num_axes`` on.
+        num_axes: leading axes, whose strides are free.
+    """
+    extent = math.prod(tensor.shape[num_axes:])
+    for stride, size in sorted(zip(tensor.stride()[:num_axes], tensor.shape[:num_axes], strict=True)):
+        if size > 1:
+            if stride < extent:
+                raise ValueError(
+                    f"{name}: expected elements with memory of their own, since they are written (shape "
+                    f"{list(tensor.shape)}), got strides {list(tensor.stride())}"
+                )
+            extent = stride * size
+
+
+def check_integer(name: str, value: object) -> None:
+    """Raise TypeError unless ``value`` is a whole number, in a compiled graph perhaps a symbolic one."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name}: expected an int, got {value!r} of type {type(value).__name__}")
+
+
 def check_range(name: str, value: int, low: int, high: int, why: str = "") -> None:
-    """Raise ValueError unless ``low <= value <= high``."""
+    """Raise TypeError unless ``value`` is a whole number and ValueError unless ``low <= value <= high``."""
+    check_integer(name, value)
     if not low <= value <= high:
         raise ValueError(f"{name}: expected {low} <= {name} <= {high}{f' ({why})' if why else ''}, got {value}")
 

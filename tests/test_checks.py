@@ -8,11 +8,13 @@ from replayssm.checks import (
     check_dtype,
     check_packed,
     check_range,
+    check_separate,
     check_shape,
     check_tensor,
     check_unique,
     check_values,
     checked_mode,
+    once_per_layout,
 )
 
 
@@ -46,6 +48,13 @@ def test_tensor(value):
         check_shape("a", value, "n", {})
 
 
+def test_tensor_without_strides():
+    with pytest.raises(
+        TypeError, match=r"^a: expected a torch.Tensor with strides, got one of layout torch.sparse_coo$"
+    ):
+        check_tensor("a", torch.zeros(2).to_sparse())
+
+
 def test_dtype_and_device():
     check_dtype("a", torch.zeros(2), torch.int32, torch.float32)
     with pytest.raises(ValueError, match=r"^a: expected dtype torch.int32 or torch.int64, got torch.float32$"):
@@ -75,6 +84,30 @@ def test_range():
         check_range("a", 4, 1, 3, "rows")
     with pytest.raises(ValueError, match=r"^a: expected 1 <= a <= 3, got 0$"):
         check_range("a", 0, 1, 3)
+
+
+@pytest.mark.parametrize("value", [1.0, True, None, "1", torch.tensor(1)])
+def test_range_takes_whole_numbers_only(value):
+    with pytest.raises(TypeError, match=r"^a: expected an int, got "):
+        check_range("a", value, 1, 3)
+
+
+def test_separate():
+    check_separate("a", torch.zeros(4, 9, 3).transpose(0, 1)[:, ::2], 2)
+    check_separate("a", torch.zeros(4, 3)[:1].expand(1, 3), 1)
+    check_separate("a", torch.zeros(0, 3), 1)
+    overlapping = torch.zeros(40)
+    for shape, strides, num_axes in (((4, 3), (0, 1), 1), ((4, 3), (2, 1), 1), ((4, 5, 3), (6, 3, 1), 2)):
+        with pytest.raises(ValueError, match=r"^a: expected elements with memory of their own"):
+            check_separate("a", overlapping.as_strided(shape, strides), num_axes)
+
+
+def test_a_layout_that_passed_does_not_hide_an_argument_of_another_type():
+    check = once_per_layout(lambda tensor, number: check_range("a", number, 1, 3))
+    check(torch.zeros(2), 1)
+    for value in (1.0, True):
+        with pytest.raises(TypeError, match=r"^a: expected an int"):
+            check(torch.zeros(2), value)
 
 
 def test_values_reports_the_first_bad_element():

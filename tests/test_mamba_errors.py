@@ -102,6 +102,45 @@ def test_inner_strides(name):
     refuse(call, f"{name}: expected axes ", **{name: torch.stack((tensor, tensor), -1)[..., 0]})
 
 
+@pytest.mark.parametrize("name", ["state", "x_cache", "B_cache", "dt_cache", "out", "state_scale"])
+def test_memory_that_is_written_may_not_overlap(name):
+    call = good(state_dtype=torch.int8)
+    tensor = getattr(call, name)
+    refuse(call, f"{name}: expected elements with memory of their own", **{name: tensor[:1].expand(tensor.shape)})
+
+
+@pytest.mark.parametrize("name", [*TENSORS, "state_scale", "rand_seed", "cu_seqlens"])
+def test_no_tensor(name):
+    value = None if name in ("rand_seed", "cu_seqlens") else getattr(good(), name)
+    for wrong in ([1.0], 3, torch.zeros([] if value is None else value.shape).to_sparse()):
+        refuse(good(), f"{name}: expected a torch.Tensor", error=TypeError, **{name: wrong})
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "expected"),
+    [
+        ("pad_slot_id", (None, 1.5, "x", True), "an int"),
+        ("max_window", (float(W), "x", True), "an int"),
+        ("philox_rounds", (None, 1.5, True), "an int"),
+        ("dt_softplus", (None, 1, "x"), "True or False"),
+        ("dt_limit", (None, 1.0, (1.0,), (0.0, 1.0, 2.0), "ab", (0, "x")), "a pair of numbers"),
+    ],
+)
+def test_types_of_options_also_after_an_equal_number_of_another_type_passed(name, values, expected):
+    call = good()
+    checkpointing_ssu(**call.clone().arguments())
+    for wrong in values:
+        refuse(call, f"{name}: expected {expected}", error=TypeError, **{name: wrong})
+
+
+def test_max_seqlen_is_a_whole_number():
+    call = good()
+    tokens = {name: getattr(call, name)[:1] for name in ("x", "dt", "B", "C", "z", "out")}
+    bounds = int32([0, T])
+    refuse(call, "max_seqlen: expected an int", TypeError, cu_seqlens=bounds, max_seqlen=3.0, **tokens)
+    refuse(call, "pad_slot_id: expected -9223372036854775808 <= pad_slot_id", pad_slot_id=1 << 70)
+
+
 @pytest.mark.parametrize("name", TENSORS)
 def test_device(name):
     call = good()
@@ -270,7 +309,8 @@ def materialize_arguments():
     table = lambda: torch.ones(3, dtype=torch.int64)  # noqa: E731
     names = ("state", "x_cache", "B_cache", "dt_cache")
     arguments = {f"{name}_{kind}": table() for name in names for kind in ("ptrs", "slot_strides")}
-    arguments |= {"A_ptrs": table(), "state_scale_ptrs": table(), "state_scale_slot_strides": table()}
+    arguments = {name: 64 * t if name.endswith("ptrs") else t for name, t in arguments.items()}
+    arguments |= {"A_ptrs": 64 * table(), "state_scale_ptrs": 64 * table(), "state_scale_slot_strides": table()}
     arguments |= {name: torch.zeros(3, 2).int() for name in ("src_slots", "dst_slots")}
     arguments["dst_slots"] = torch.tensor([[1, 2]] * 3, dtype=torch.int32)
     arguments["src_slots"] = torch.tensor([[0, 4]] * 3, dtype=torch.int32)
@@ -282,7 +322,7 @@ def materialize_arguments():
     return {**arguments, **sizes, **types}
 
 
-# Addresses of 1 would crash the process if anything were read: every refusal comes before the first access.
+# Addresses near 64 would crash the process if anything were read: every refusal comes before the first access.
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -313,8 +353,11 @@ def materialize_arguments():
         ({"replay_prefix_len": int32([0, -1])}, "got -1 of request 1, active_request_indices[0]"),
         ({"dst_slots": int32([[1, 2], [3, 3], [1, 2]])}, "dst_slots: expected distinct slots in layer 1, got 3"),
         ({"dst_slots": int32([[1, 2], [1, 0], [1, 2]])}, "slots that no other request reads in layer 1, got 0"),
-        ({"state_ptrs": torch.tensor([1, 0, 1])}, "state_ptrs: expected a host address for layer 1, got 0"),
-        ({"state_dtype": torch.int8, "state_scale_ptrs": torch.tensor([1, 0, 1])}, "state_scale_ptrs: expected a host"),
+        ({"state_ptrs": torch.tensor([64, 0, 64])}, "state_ptrs: expected a host address for layer 1, got 0"),
+        ({"state_ptrs": torch.tensor([64, 65, 64])}, "state_ptrs: expected an address where torch.float32 may lie"),
+        ({"A_ptrs": torch.tensor([66] * 3), "replay_prefix_len": int32([1, 1])}, "A_ptrs: expected an address where"),
+        ({"pad_slot_id": 1 << 70}, "pad_slot_id: expected -9223372036854775808 <= pad_slot_id"),
+        ({"state_dtype": torch.int8, "state_scale_ptrs": torch.tensor([64, 0, 64])}, "state_scale_ptrs: expected a"),
     ],
 )  # fmt: skip
 def test_materialize_refuses(changes, message):
@@ -325,6 +368,13 @@ def test_materialize_refuses(changes, message):
 def test_materialize_needs_tensors():
     with pytest.raises(TypeError, match=r"state_ptrs: expected a torch\.Tensor, got list"):
         replayssm_materialize(**{**materialize_arguments(), "state_ptrs": [1, 2, 3]})
+    numbers = ("dim", "dstate", "num_heads", "heads_per_group", "max_window", "ring_buffer_len")
+    for name in (*numbers, "philox_rounds", "pad_slot_id"):
+        with pytest.raises(TypeError, match=f"{name}: expected an int, got 3.0"):
+            replayssm_materialize(**{**materialize_arguments(), name: 3.0})
+    for name in ("dependency_inputs", "dependency_outputs"):
+        with pytest.raises(TypeError, match=f"{name}: expected a list of tensors or None, got Tensor"):
+            replayssm_materialize(**{**materialize_arguments(), name: torch.zeros(3)})
     no_layers = {
         name: t[:0] for name, t in materialize_arguments().items() if name.endswith(("ptrs", "strides", "slots"))
     }

@@ -8,8 +8,10 @@ from torch import Tensor
 from replayssm.checks import (
     check_device,
     check_dtype,
+    check_integer,
     check_packed,
     check_range,
+    check_separate,
     check_shape,
     once_per_layout,
 )
@@ -79,7 +81,7 @@ def causal_conv1d_replay(
         ``out``.
 
     Raises:
-        TypeError: an argument is no tensor.
+        TypeError: an argument is no tensor, an option of another type.
         ValueError: wrong shape, dtype, device or strides, width outside 2..5, ring too short, unknown activation; on
             the CPU also a slot, cursor or length out of range and a slot named twice. Nothing has been written then.
         NotImplementedError: no implementation for this device.
@@ -96,7 +98,9 @@ def causal_conv1d_replay(
         >>> causal_conv1d_replay(rows, start, torch.tensor([[[4.0]]]), weight).flatten().tolist()
         [24.0]
     """
-    _check(rows, conv_start, x, weight, bias, activation, state_batch_indices, cu_seqlens, max_seqlen, out)
+    _check(
+        rows, conv_start, x, weight, bias, activation, state_batch_indices, pad_slot_id, cu_seqlens, max_seqlen, out
+    )  # fmt: skip
     if out is None:
         out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     _op(
@@ -115,6 +119,7 @@ def _check(
     bias: Tensor | None,
     activation: str | None,
     state_batch_indices: Tensor | None,
+    pad_slot_id: int,
     cu_seqlens: Tensor | None,
     max_seqlen: int | None,
     out: Tensor | None,
@@ -129,6 +134,7 @@ def _check(
     check_dtype("x", x, rows.dtype)
     check_dtype("weight", weight, torch.float32, rows.dtype)
     check_packed("rows", rows, 1)
+    check_separate("rows", rows, 1)
     check_packed("x", x, 2)
     named = {"conv_start": conv_start, "x": x, "weight": weight}
     if bias is not None:
@@ -139,11 +145,14 @@ def _check(
         check_shape("out", out, "batch T channels" if cu_seqlens is None else "1 T channels", sizes)
         check_dtype("out", out, x.dtype)
         check_packed("out", out, 2)
+        check_separate("out", out, 2)
         named["out"] = out
     named |= _check_indices(state_batch_indices, cu_seqlens, max_seqlen, sizes)
     for name, tensor in named.items():
         check_device(name, tensor, rows.device)
-    check_range("width", sizes["width"], 2, 5)
+    check_range("pad_slot_id", pad_slot_id, -(1 << 63), (1 << 63) - 1)
+    if not 2 <= sizes["width"] <= 5:
+        raise ValueError(f"weight: expected 2 <= width <= 5, got width={sizes['width']}")
     if activation not in _ACTIVATIONS:
         raise ValueError(f"activation: expected None or 'silu', got {activation!r}")
     longest = sizes["T"] if max_seqlen is None else max_seqlen
@@ -160,10 +169,11 @@ def _check_indices(
     named: dict[str, Tensor] = {}
     if (cu_seqlens is None) != (max_seqlen is None):
         raise ValueError("max_seqlen: expected together with cu_seqlens, and only then")
-    if cu_seqlens is not None:
+    if cu_seqlens is not None and max_seqlen is not None:
         check_shape("cu_seqlens", cu_seqlens, "batch+1", sizes)
         check_dtype("cu_seqlens", cu_seqlens, torch.int32)
         sizes["batch"] = sizes["batch+1"] - 1
+        check_integer("max_seqlen", max_seqlen)
         named["cu_seqlens"] = cu_seqlens
     if state_batch_indices is not None:
         check_shape("state_batch_indices", state_batch_indices, "batch", sizes)

@@ -12,14 +12,10 @@ from torch import Tensor
 from replayssm.checks import checked_mode
 from replayssm.custom_op import define
 from replayssm.dispatch import implementation
-from replayssm.mamba.arguments import Sizes, check_checkpointing_ssu, check_replayssm_materialize
+from replayssm.mamba.arguments import check_checkpointing_ssu, check_replayssm_materialize
 from replayssm.mamba.checked import check_values
 
 __all__ = ["checkpointing_ssu", "replayssm_materialize"]
-
-# Layouts that passed the checks: a decoding loop repeats a few, and checking one costs as much as a small step.
-_CHECKED: dict[tuple, Sizes] = {}
-_CHECKED_LIMIT = 1024
 
 
 def _run_checkpointing_ssu(*args: Any) -> None:
@@ -134,7 +130,7 @@ def checkpointing_ssu(
         ``out``.
 
     Raises:
-        TypeError: an argument is no tensor.
+        TypeError: an argument is no tensor, an option of another type.
         ValueError: a shape, dtype, device, stride or number does not fit; on the CPU also a slot, cursor or length out
             of range or a slot used twice. Nothing has been written then.
         NotImplementedError: no implementation for this device.
@@ -152,13 +148,11 @@ def checkpointing_ssu(
         >>> [round(value, 4) for value in y[0, :, 0, 0].tolist()]  # 8, then 8 (1 + e^-0.5), ...
         [8.0, 12.8522, 15.7953]
     """
-    tensors = {
-        "state": state, "x_cache": x_cache, "B_cache": B_cache, "dt_cache": dt_cache, "ring_start": ring_start,
-        "prev_num_accepted_tokens": prev_num_accepted_tokens, "x": x, "dt": dt, "A": A, "B": B, "C": C, "out": out,
-        "D": D, "z": z, "dt_bias": dt_bias, "state_scale": state_scale,
-    }  # fmt: skip
-    others = (state_batch_indices, rand_seed, philox_rounds, cu_seqlens, max_seqlen, max_window, tuple(dt_limit))
-    sizes = _checked_sizes(tensors, others)
+    sizes = check_checkpointing_ssu(
+        state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, out, D, z, dt_bias,
+        state_scale, dt_softplus, state_batch_indices, pad_slot_id, rand_seed, philox_rounds, cu_seqlens, max_seqlen,
+        max_window, tuple(dt_limit) if isinstance(dt_limit, list) else dt_limit,
+    )  # fmt: skip
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _checkpointing_ssu(
@@ -167,21 +161,6 @@ def checkpointing_ssu(
         sizes.window, float(dt_limit[0]), float(dt_limit[1]),
     )  # fmt: skip
     return out
-
-
-def _checked_sizes(tensors: dict[str, Tensor | None], others: tuple[Any, ...]) -> Sizes:
-    """Check a call, or look up that one with the same metadata passed."""
-    if torch.compiler.is_compiling():
-        return check_checkpointing_ssu(tensors, *others)
-    every = (*tensors.values(), *others)
-    key = tuple([(t.shape, t.stride(), t.dtype, t.device) if isinstance(t, Tensor) else t for t in every])
-    sizes = _CHECKED.get(key)
-    if sizes is None:
-        sizes = check_checkpointing_ssu(tensors, *others)
-        if len(_CHECKED) >= _CHECKED_LIMIT:
-            _CHECKED.clear()
-        _CHECKED[key] = sizes
-    return sizes
 
 
 def _outside_graphs() -> Callable[..., None]:
@@ -277,7 +256,7 @@ def replayssm_materialize(
             graph may hold copies that the addresses miss; ``fullgraph=True`` refuses it.
 
     Raises:
-        TypeError: a table is no tensor.
+        TypeError: a table is no tensor, a size or an option of another type.
         ValueError: a shape, dtype, device or number does not fit; on the CPU also a slot, row or length out of range,
             slots that clash, or an address outside the given tensors. Nothing has been written then.
         NotImplementedError: no implementation for this device.
@@ -306,7 +285,8 @@ def replayssm_materialize(
          "active_request_indices": active_request_indices},
         {"state_dtype": state_dtype, "input_dtype": input_dtype, "matrixA_dtype": matrixA_dtype},
         {"dim": dim, "dstate": dstate, "num_heads": num_heads, "heads_per_group": heads_per_group,
-         "max_window": max_window, "ring_buffer_len": ring_buffer_len, "philox_rounds": philox_rounds},
+         "max_window": max_window, "ring_buffer_len": ring_buffer_len, "philox_rounds": philox_rounds,
+         "pad_slot_id": pad_slot_id},
         rand_seed,
         {"dependency_inputs": dependency_inputs, "dependency_outputs": dependency_outputs},
     )  # fmt: skip
@@ -316,5 +296,5 @@ def replayssm_materialize(
         dt_cache_ptrs, dt_cache_slot_strides, A_ptrs, state_scale_ptrs, state_scale_slot_strides, src_slots, dst_slots,
         ring_start, replay_prefix_len, active_request_indices, state_dtype, input_dtype, matrixA_dtype, dim, dstate,
         num_heads, heads_per_group, max_window, ring_buffer_len, pad_slot_id, rand_seed, philox_rounds,
-        dependency_inputs or [], dependency_outputs or [],
+        list(dependency_inputs or ()), list(dependency_outputs or ()),
     )  # fmt: skip

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from replayssm.checks import check_device, check_dtype, check_packed, check_range, check_shape, check_tensor
+from replayssm.checks import (
+    check_device,
+    check_dtype,
+    check_packed,
+    check_range,
+    check_separate,
+    check_shape,
+    check_tensor,
+    once_per_layout,
+)
 from replayssm.rounding import SCALED_DTYPES
 
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, *SCALED_DTYPES)
@@ -47,6 +56,7 @@ _PACKED_FROM = {
     "z": 2,
     "out": 2,
 }
+_WRITTEN = frozenset(("state", "x_cache", "B_cache", "dt_cache", "state_scale", "out"))
 # Axes along which a tensor must repeat one value (stride 0).
 _BROADCAST = {"dt": (3,), "A": (1, 2), "D": (1,), "dt_bias": (1,)}
 _INPUT_TYPED = ("x_cache", "B_cache", "B", "C", "z", "out")
@@ -64,35 +74,44 @@ class Sizes(NamedTuple):
     window: int
 
 
-def check_checkpointing_ssu(
-    tensors: dict[str, Tensor | None],
-    state_batch_indices: Tensor | None,
-    rand_seed: Tensor | None,
-    philox_rounds: int,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int | None,
-    max_window: int | None,
-    dt_limit: tuple[float, float],
-) -> Sizes:
+@once_per_layout
+def check_checkpointing_ssu(*arguments: Any) -> Sizes:
     """Check everything about a call that metadata tells.
 
     Args:
-        tensors: the call's tensors by argument name, those of ``_SHAPES``.
-        state_batch_indices: this and the rest are arguments of ``checkpointing_ssu``.
-        rand_seed: see there.
-        philox_rounds: see there.
-        cu_seqlens: see there.
-        max_seqlen: see there.
-        max_window: see there.
-        dt_limit: see there.
+        arguments: the call's tensors in the order of ``_SHAPES``, then its dt_softplus, state_batch_indices,
+            pad_slot_id, rand_seed, philox_rounds, cu_seqlens, max_seqlen, max_window and dt_limit.
 
     Returns:
         T and the window in force.
 
     Raises:
-        TypeError: a tensor is missing or no tensor.
+        TypeError: a tensor is missing or no tensor, an option has the wrong type.
         ValueError: a shape, dtype, device, stride or number does not fit.
     """
+    tensors: dict[str, Tensor | None] = dict(zip(_SHAPES, arguments, strict=False))
+    softplus, indices, pad, seed, rounds, cu_seqlens, max_seqlen, max_window, dt_limit = arguments[len(_SHAPES) :]
+    sizes = _check_tensors(tensors)
+    state = tensors["state"]
+    assert state is not None
+    for name, tensor in {**tensors, "state_batch_indices": indices, "cu_seqlens": cu_seqlens}.items():
+        if tensor is not None:
+            check_tensor(name, tensor)
+            check_device(name, tensor, state.device)
+    batch, seq_len = sizes["batch"], sizes["seq_len"]
+    if cu_seqlens is None:
+        if max_seqlen is not None and max_seqlen != seq_len:
+            raise ValueError(f"max_seqlen: expected None or x's seq_len={seq_len} without cu_seqlens, got {max_seqlen}")
+    else:
+        batch, seq_len = _check_varlen(cu_seqlens, max_seqlen, batch)
+    _check_indices(indices, batch, sizes["slots"])
+    window = _check_window(max_window, seq_len, sizes["ring_len"])
+    _check_seed(seed, state.device)
+    _check_options(softplus, pad, rounds, dt_limit)
+    return Sizes(seq_len, window)
+
+
+def _check_tensors(tensors: dict[str, Tensor | None]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for name, spec in _SHAPES.items():
         tensor = tensors[name]
@@ -109,30 +128,26 @@ def check_checkpointing_ssu(
         raise ValueError(
             f"B: expected ngroups to divide nheads={sizes['nheads']}, got ngroups={sizes['ngroups']} from B's axis 2"
         )
-    others = {"state_batch_indices": state_batch_indices, "cu_seqlens": cu_seqlens}
-    for name, tensor in {**tensors, **others}.items():
-        if tensor is not None:
-            check_tensor(name, tensor)
-            check_device(name, tensor, state.device)
-    batch = sizes["batch"]
-    seq_len = sizes["seq_len"]
-    if cu_seqlens is None:
-        if max_seqlen is not None and max_seqlen != seq_len:
-            raise ValueError(f"max_seqlen: expected None or x's seq_len={seq_len} without cu_seqlens, got {max_seqlen}")
-    else:
-        batch, seq_len = _check_varlen(cu_seqlens, max_seqlen, batch)
-    _check_indices(state_batch_indices, batch, sizes["slots"])
-    window = _check_window(max_window, seq_len, sizes["ring_len"])
-    _check_seed(rand_seed, state.device)
+    return sizes
+
+
+def _check_options(dt_softplus: object, pad_slot_id: int, philox_rounds: int, dt_limit: Any) -> None:
+    if not isinstance(dt_softplus, bool):
+        raise TypeError(f"dt_softplus: expected True or False, got {dt_softplus!r}")
+    check_range("pad_slot_id", pad_slot_id, -(1 << 63), (1 << 63) - 1)
     check_range("philox_rounds", philox_rounds, 0, MAX_PHILOX_ROUNDS, "0 rounds to nearest")
+    pair = isinstance(dt_limit, tuple) and len(dt_limit) == 2
+    if not pair or not all(isinstance(bound, (int, float)) for bound in dt_limit):
+        raise TypeError(f"dt_limit: expected a pair of numbers, got {dt_limit!r}")
     if not 0.0 <= dt_limit[0] <= dt_limit[1]:
         raise ValueError(f"dt_limit: expected 0 <= lower <= upper, got {dt_limit}")
-    return Sizes(seq_len, window)
 
 
 def _check_layout(name: str, tensor: Tensor) -> None:
     if name in _PACKED_FROM:
         check_packed(name, tensor, _PACKED_FROM[name])
+    if name in _WRITTEN:
+        check_separate(name, tensor, _PACKED_FROM[name])
     for axis in _BROADCAST.get(name, ()):
         if tensor.shape[axis] != 1 and tensor.stride(axis) != 0:
             raise ValueError(
@@ -171,6 +186,7 @@ def _check_varlen(cu_seqlens: Tensor, max_seqlen: int | None, batch: int) -> tup
         raise ValueError("cu_seqlens: expected batch + 1 >= 1 elements, got 0")
     if max_seqlen is None:
         raise ValueError("max_seqlen: expected the most tokens that a request has, with cu_seqlens, got None")
+    check_range("max_seqlen", max_seqlen, 1, MAX_WINDOW)
     return cu_seqlens.shape[0] - 1, max_seqlen
 
 
@@ -214,7 +230,7 @@ def check_replayssm_materialize(
         slots: src_slots and dst_slots.
         requests: ring_start, replay_prefix_len, active_request_indices.
         dtypes: state_dtype, input_dtype, matrixA_dtype.
-        numbers: the sizes and philox_rounds.
+        numbers: the sizes, philox_rounds and pad_slot_id.
         rand_seed: see ``replayssm_materialize``.
         dependencies: dependency_inputs and dependency_outputs.
 
@@ -249,11 +265,14 @@ def check_replayssm_materialize(
             f"heads_per_group: expected a divisor of num_heads={numbers['num_heads']}, got {numbers['heads_per_group']}"
         )
     check_range("philox_rounds", numbers["philox_rounds"], 0, MAX_PHILOX_ROUNDS, "0 rounds to nearest")
+    check_range("pad_slot_id", numbers["pad_slot_id"], -(1 << 63), (1 << 63) - 1)
     if numbers["philox_rounds"] > 0 and rand_seed is None:
         raise ValueError(f"rand_seed: expected a tensor with philox_rounds={numbers['philox_rounds']}, got None")
     assert device is not None
     _check_seed(rand_seed, device)
     for name, anchors in dependencies.items():
+        if anchors is not None and not isinstance(anchors, (list, tuple)):
+            raise TypeError(f"{name}: expected a list of tensors or None, got {type(anchors).__name__}")
         for index, tensor in enumerate(anchors or ()):
             check_tensor(f"{name}[{index}]", tensor)
             check_device(f"{name}[{index}]", tensor, device)

@@ -152,15 +152,19 @@ class PointerTables:
             for name in stored:
                 self._check(name, copy.layer, copy.dst, writable, "dependency_outputs")
             if copy.num_rows:
-                num_bytes = self._layout.num_heads * self._layout.matrixA_dtype.itemsize
-                address = self._pointers["A"][copy.layer]
-                _check_range("A", copy.layer, address, num_bytes, readable, "dependency_inputs or dependency_outputs")
+                count, dtype, address = (
+                    self._layout.num_heads,
+                    self._layout.matrixA_dtype,
+                    self._pointers["A"][copy.layer],
+                )
+                where = "dependency_inputs or dependency_outputs"
+                _check_range("A", copy.layer, address, count, dtype, readable, where)
 
     def _check(self, name: str, layer: int, slot: int, allowed: list[tuple[int, int]] | None, where: str) -> None:
         shape, dtype = self._fields[name]
         if not self._pointers[name][layer]:
             raise ValueError(f"{name}_ptrs: expected a host address for layer {layer}, got 0")
-        _check_range(name, layer, self._address(name, layer, slot), prod(shape) * dtype.itemsize, allowed, where)
+        _check_range(name, layer, self._address(name, layer, slot), prod(shape), dtype, allowed, where)
 
 
 def _ranges(tensors: list[Tensor]) -> list[tuple[int, int]]:
@@ -169,10 +173,19 @@ def _ranges(tensors: list[Tensor]) -> list[tuple[int, int]]:
 
 
 def _check_range(
-    name: str, layer: int, address: int, num_bytes: int, allowed: list[tuple[int, int]] | None, where: str
+    name: str,
+    layer: int,
+    address: int,
+    count: int,
+    dtype: torch.dtype,
+    allowed: list[tuple[int, int]] | None,
+    where: str,
 ) -> None:
     if address <= 0:
         raise ValueError(f"{name}_ptrs: expected a host address for layer {layer}, got {address}")
+    if address % dtype.itemsize:
+        raise ValueError(f"{name}_ptrs: expected an address where {dtype} may lie for layer {layer}, got {address:#x}")
+    num_bytes = count * dtype.itemsize
     if allowed is not None and not any(low <= address and address + num_bytes <= high for low, high in allowed):
         raise ValueError(
             f"{name}_ptrs: expected memory of a tensor in {where}, got {num_bytes} bytes at {address:#x} for layer "
