@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 
 # Device type -> module inside the family's folder. A device that is not listed is refused: nothing falls back silently.
-IMPLEMENTATIONS = {"cpu": "cpu"}
+IMPLEMENTATIONS = {"cpu": "cpu", "cuda": "kernels"}
 
 
 @cache
