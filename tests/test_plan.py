@@ -102,8 +102,11 @@ def test_window_with_drafts():
         (lambda: Mamba2Layer(6, 3, 5, 4, 3), "nheads: expected a multiple of ngroups=4, got 6"),
         (lambda: Mamba2Layer(6, 3, 5, 2, 6), "conv_width: expected 2 <= conv_width <= 5, got 6"),
         (lambda: Mamba2Layer(6, 0, 5, 2, 4), "headdim: expected at least 1, got 0"),
+        (lambda: Mamba2Layer(6, 3.0, 5, 2, 4), "headdim: expected an int, got 3.0"),
+        (lambda: slot_bytes([TINY], window=65), "window: expected 1 <= window <= 64, got 65"),
+        (lambda: snapshot_bytes([TINY], num_tokens=1.5), "num_tokens: expected an int, got 1.5"),
     ],
 )
 def test_wrong_sizes(call, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         call()

@@ -153,6 +153,29 @@ def test_no_field_is_forgotten(decoder):
 # ---- prefill
 
 
+def test_a_prefill_that_records_gradients_leaves_none_in_the_pool(decoder):
+    pool = make_pool(decoder)
+    layer = decoder.layers[0]
+    state = torch.ones(1, layer.nheads, layer.headdim, layer.dstate, requires_grad=True)
+    window = torch.ones(1, layer.conv_channels, layer.conv_width - 1, requires_grad=True)
+    pool.write_state(0, pool.allocate(), state * 2, window * 3)
+    assert not pool.buffers[0].state.requires_grad and not pool.buffers[0].conv_rows.requires_grad
+    assert pool.buffers[0].state.sum() == 2 * state.numel()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_pool_made_in_inference_mode_works_outside_and_the_other_way_round(decoder, inside):
+    with torch.inference_mode(inside):
+        pool = make_pool(decoder, state_dtype=torch.int8, stochastic_rounding=True)
+    with torch.inference_mode(not inside):
+        slots = pool.allocate(2)
+        decoder.verify(pool, slots, torch.tensor([[1, 2], [3, 4]]), index=0)
+        pool.commit(slots, [2, 1], 2)
+        pool.copy(slots[:1], slots[1:])
+        pool.materialize(slots[:1], slots[:1], [1], decoder.decays)
+        pool.reset(slots)
+
+
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES)
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
 def test_write_state(decoder, state_dtype, given):

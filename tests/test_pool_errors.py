@@ -22,7 +22,18 @@ def wrong_calls(pool, decoder):
         (lambda: pool.free(torch.tensor([1.0])), "slots: expected dtype torch.int32 or torch.int64, got torch.float32"),
         (lambda: pool.free(torch.tensor([[1]])), r"slots: expected shape \[n\], got \[1, 1\]"),
         (lambda: pool.free(other), "slots: expected device cpu, got meta"),
-        (lambda: pool.free([1.0]), "slots: expected a tensor or a list of ints"),
+        *((lambda wrong=wrong: pool.free(wrong), "slots: expected a tensor or a list of ints, got ")
+          for wrong in ([1.0], [True], 1, None, "1", [None])),
+        *((lambda wrong=wrong: pool.allocate(wrong), "n: expected an int, got ") for wrong in (1.0, True, None, "1")),
+        (lambda: pool.commit([0], [0.5], 1), r"num_accepted: expected a tensor or a list of ints, got \[0.5\]"),
+        (lambda: pool.commit([0], 1, 1), "num_accepted: expected a tensor or a list of ints, got 1"),
+        (lambda: pool.commit([0], [1], [1.5]), r"seq_len: expected a tensor or a list of ints, got \[1.5\]"),
+        (lambda: pool.commit([0], [1], 1.0), "seq_len: expected a tensor or a list of ints, got 1.0"),
+        (lambda: pool.commit([0], [1], True), "seq_lens: expected an int, got True"),
+        (lambda: pool.materialize([0], [1], [0.5], A), r"rewind: expected a tensor or a list of ints, got \[0.5\]"),
+        (lambda: pool.materialize([0], [1], 0, A), "rewind: expected a tensor or a list of ints, got 0"),
+        (lambda: pool.materialize([0], [1], other, A), "rewind: expected device cpu, got meta"),
+        (lambda: pool.materialize([0], [1], [0], None), "A: expected a list of one tensor per layer, got NoneType"),
         (lambda: pool.reset([4]), "slots: expected slots in use, got 4"),
         (lambda: pool.fork([3]), "src_slots: expected slots in use, got 3"),
         (lambda: pool.copy([0], [3]), "dst_slots: expected slots in use, got 3"),
@@ -66,11 +77,11 @@ def pool_with_three_tenants(decoder):
     return pool
 
 
-@pytest.mark.parametrize("number", range(38))
+@pytest.mark.parametrize("number", range(56))
 def test_wrong_use_changes_nothing(decoder, number):
     pool = pool_with_three_tenants(decoder)
     calls = wrong_calls(pool, decoder)
-    assert len(calls) == 38
+    assert len(calls) == 56
     call, message = calls[number]
     before = snapshot(pool)
     with pytest.raises((TypeError, ValueError), match=message):
@@ -104,10 +115,19 @@ def test_use_after_free_and_double_free(decoder):
         ({"state_dtype": torch.float64}, "state_dtype: expected .*got torch.float64"),
         ({"activation_dtype": torch.int8}, "activation_dtype: expected .*got torch.int8"),
         ({"stochastic_rounding": True}, "stochastic_rounding: expected a state_dtype that is rounded"),
+        ({"window": 65}, "window: expected 1 <= window <= 64, got 65"),
+        (
+            {"seed": 1 << 63},
+            "seed: expected -9223372036854775808 <= seed <= 9223372036854775807, got 9223372036854775808",
+        ),
+        ({"num_slots": 2.0}, "num_slots: expected an int, got 2.0"),
+        ({"window": 5.0}, "window: expected an int, got 5.0"),
+        ({"max_tokens": True}, "max_tokens: expected an int, got True"),
+        ({"seed": 1.5}, "seed: expected an int, got 1.5"),
     ],
 )
 def test_wrong_pools(decoder, options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         make_pool(decoder, **options)
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
+from replayssm.checks import check_integer, check_range
+from replayssm.mamba.arguments import MAX_WINDOW
 from replayssm.rounding import SCALED_DTYPES
 
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, *SCALED_DTYPES)
@@ -25,6 +27,7 @@ class Mamba2Layer:
         conv_width: taps of the short convolution, 2..5.
 
     Raises:
+        TypeError: a size that is no int.
         ValueError: a size out of range.
 
     Example:
@@ -40,6 +43,7 @@ class Mamba2Layer:
 
     def __post_init__(self) -> None:
         for each in fields(self):
+            check_integer(each.name, getattr(self, each.name))
             if getattr(self, each.name) < 1:
                 raise ValueError(f"{each.name}: expected at least 1, got {getattr(self, each.name)}")
         if self.nheads % self.ngroups:
@@ -139,10 +143,13 @@ def ring_lengths(layers: list[Mamba2Layer], window: int, max_tokens: int) -> tup
         (ring_len, conv_len).
 
     Raises:
-        ValueError: no layer, or not ``1 <= max_tokens <= window``.
+        TypeError: a number of another type.
+        ValueError: no layer, or not ``1 <= max_tokens <= window <= 64``.
     """
     if not layers:
         raise ValueError("layers: expected at least one layer, got none")
+    check_range("window", window, 1, MAX_WINDOW)
+    check_integer("max_tokens", max_tokens)
     if not 1 <= max_tokens <= window:
         raise ValueError(
             f"max_tokens: expected 1 <= max_tokens <= window={window} (a step's tokens become live rows), "

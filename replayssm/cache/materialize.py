@@ -66,6 +66,8 @@ class Materializer:
 
     def check_decays(self, A: Sequence[Tensor]) -> None:
         """Raise ValueError unless ``A`` holds one tensor of decay rates per layer, all of one dtype."""
+        if not isinstance(A, Sequence):
+            raise TypeError(f"A: expected a list of one tensor per layer, got {type(A).__name__}")
         if len(A) != len(self._layers):
             raise ValueError(f"A: expected one tensor per layer, {len(self._layers)}, got {len(A)}")
         for index, (decay, layer) in enumerate(zip(A, self._layers, strict=True)):

@@ -9,8 +9,7 @@ import torch
 from replayssm.cache.mamba2 import Mamba2Buffers, Mamba2Layer, ring_lengths
 from replayssm.checks import check_range
 from replayssm.cursors import Cursors
-
-MAX_WINDOW = 64
+from replayssm.mamba.arguments import MAX_WINDOW
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch import Tensor
 from replayssm import cursors as cursor_rule
 from replayssm.cache.mamba2 import Mamba2Buffers, Mamba2Layer, ring_lengths
 from replayssm.cache.materialize import Materializer
-from replayssm.cache.slots import CapacityError, Slots, SlotTable
-from replayssm.checks import check_device, check_dtype, check_range, check_shape, checked_mode
+from replayssm.cache.slots import CapacityError, Slots, SlotTable, check_integers
+from replayssm.checks import check_device, check_dtype, check_integer, check_range, check_shape, checked_mode
 from replayssm.cursors import Cursors
 from replayssm.rounding import encode
 
@@ -28,14 +28,14 @@ class ReplayPool:
     the rules.
 
     Slot arguments are int32 or int64 tensors ``[n]`` or lists of ints, of slots in use. Their values are checked on
-    the CPU, on other devices with ``REPLAYSSM_CHECK=1`` (and always when they are lists). A call that raises has
-    changed nothing.
+    the CPU, on other devices with ``REPLAYSSM_CHECK=1`` (and always when they are lists). What is neither raises
+    TypeError. A call that raises has changed nothing.
 
     Args:
         layers: sizes of every recurrent layer, in the model's order.
         num_slots: slots, at least 1.
-        window: most ring rows that may be replayed before they are folded into the checkpoint. It stays fixed while
-            the number of tokens a step changes; pass it to the op as ``max_window``.
+        window: most ring rows that may be replayed before they are folded into the checkpoint, at most 64. It stays
+            fixed while the number of tokens a step changes; pass it to the op as ``max_window``.
         max_tokens: most tokens of one step, in ``1..window``.
         state_dtype: type of the checkpoints: float32, bfloat16, float16, int8 or float8_e4m3fn (with scales).
         activation_dtype: type of the rings: float32, bfloat16 or float16.
@@ -54,6 +54,7 @@ class ReplayPool:
         rand_seed: int64 ``[1]`` or None.
 
     Raises:
+        TypeError: a number of another type.
         ValueError: an argument out of range.
 
     Example:
@@ -79,6 +80,8 @@ class ReplayPool:
         seed: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
+        check_integer("num_slots", num_slots)
+        check_range("seed", seed, -(1 << 63), (1 << 63) - 1)
         if num_slots < 1:
             raise ValueError(f"num_slots: expected at least 1, got {num_slots}")
         if stochastic_rounding and state_dtype == torch.float32:
@@ -87,20 +90,21 @@ class ReplayPool:
         self.ring_len, self.conv_len = ring_lengths(self.layers, window, max_tokens)
         self.num_slots, self.window, self.max_tokens = num_slots, window, max_tokens
         self.device = torch.device(device)
-        self.buffers = [
-            Mamba2Buffers.allocate(
-                layer,
-                num_slots,
-                ring_len=self.ring_len,
-                conv_len=self.conv_len,
-                state_dtype=state_dtype,
-                activation_dtype=activation_dtype,
-                device=self.device,
-            )
-            for layer in self.layers
-        ]
-        self.cursors = Cursors.allocate(num_slots, self.device)
-        self.rand_seed = torch.tensor([seed], device=self.device) if stochastic_rounding else None
+        with torch.inference_mode(False):  # a pool made in inference mode can be written outside of it
+            self.buffers = [
+                Mamba2Buffers.allocate(
+                    layer,
+                    num_slots,
+                    ring_len=self.ring_len,
+                    conv_len=self.conv_len,
+                    state_dtype=state_dtype,
+                    activation_dtype=activation_dtype,
+                    device=self.device,
+                )
+                for layer in self.layers
+            ]
+            self.cursors = Cursors.allocate(num_slots, self.device)
+            self.rand_seed = torch.tensor([seed], device=self.device) if stochastic_rounding else None
         self._table = SlotTable(num_slots, self.device)
         self._materializer = Materializer(self.layers, self.buffers, self.window, self.ring_len)
 
@@ -194,11 +198,12 @@ class ReplayPool:
             check_device(name, tensor, buffers.state.device)
         if self._reads_values() and any(bool(cursor[slots].any()) for _, cursor in self._cursor_fields()):
             raise ValueError("slots: expected slots without live rows (reset them first), got some in use by tokens")
-        codes, scale = encode(state.float(), buffers.state.dtype)
+        # Detached: a prefill that records gradients must not hang its graph on the pool.
+        codes, scale = encode(state.detach().float(), buffers.state.dtype)
         _as_plain(buffers.state)[slots] = _as_plain(codes)
         if buffers.state_scale is not None and scale is not None:
             buffers.state_scale[slots] = scale
-        buffers.conv_rows[slots, :history] = conv_window.transpose(1, 2).to(buffers.conv_rows.dtype)
+        buffers.conv_rows[slots, :history] = conv_window.detach().transpose(1, 2).to(buffers.conv_rows.dtype)
 
     def commit(self, slots: Slots, num_accepted: Tensor | Sequence[int], seq_len: Tensor | Sequence[int] | int) -> None:
         """Keep the first ``num_accepted`` of the tokens that the step just verified; once a step, for all layers.
@@ -212,8 +217,8 @@ class ReplayPool:
             ValueError: wrong shape or dtype, or a value out of range (read as slots are).
         """
         slots = self._table.resolve("slots", slots, padding=True)
-        num_accepted = self._integers(num_accepted)
-        seq_lens = seq_len if isinstance(seq_len, int) else self._integers(seq_len)
+        num_accepted = self._integers("num_accepted", num_accepted)
+        seq_lens = seq_len if isinstance(seq_len, int) else self._integers("seq_len", seq_len)
         cursor_rule.commit(
             self.cursors,
             slots,
@@ -249,9 +254,10 @@ class ReplayPool:
         src = self._table.resolve("src_slots", src_slots, distinct=False)
         dst = self._table.resolve("dst_slots", dst_slots)
         _check_same_length(src, dst)
-        rewind = self._integers(rewind)
+        rewind = self._integers("rewind", rewind)
         check_shape("rewind", rewind, "n", {"n": src.numel()})
         check_dtype("rewind", rewind, torch.int32, torch.int64)
+        check_device("rewind", rewind, self.cursors.num_live.device)
         if self._reads_values():
             self._check_rewind(src.tolist(), dst.tolist(), rewind.tolist())
         self._materializer.check_decays(A)
@@ -299,6 +305,7 @@ class ReplayPool:
             yield field.name, getattr(self.cursors, field.name)
 
     def _take(self, n: int) -> Tensor:
+        check_integer("n", n)
         if n < 0:
             raise ValueError(f"n: expected at least 0, got {n}")
         return self._table.take(n)
@@ -315,8 +322,11 @@ class ReplayPool:
     def _reads_values(self) -> bool:
         return self.device.type == "cpu" or checked_mode()
 
-    def _integers(self, values: Tensor | Sequence[int]) -> Tensor:
-        return values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64, device=self.device)
+    def _integers(self, name: str, values: Tensor | Sequence[int]) -> Tensor:
+        if isinstance(values, Tensor):
+            return values
+        check_integers(name, values)
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def _check_rewind(self, src: list[int], dst: list[int], rewind: list[int]) -> None:
         last_accepted = self.cursors.last_accepted.tolist()

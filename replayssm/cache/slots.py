@@ -88,8 +88,7 @@ class SlotTable:
             if slots.device.type == "cpu" or checked_mode():
                 self._check(name, slots.tolist(), padding, distinct)
             return slots.long()
-        if not all(isinstance(slot, int) for slot in slots):
-            raise TypeError(f"{name}: expected a tensor or a list of ints, got {slots!r}")
+        check_integers(name, slots)
         self._check(name, slots, padding, distinct)
         return torch.tensor(slots, dtype=torch.int64, device=self.device)
 
@@ -104,6 +103,12 @@ class SlotTable:
             if distinct and slot in seen:
                 raise ValueError(f"{name}: expected distinct slots, got {slot} more than once")
             seen.add(slot)
+
+
+def check_integers(name: str, values: object) -> None:
+    """Raise TypeError unless ``values`` is a sequence of whole numbers."""
+    if not isinstance(values, Sequence) or any(isinstance(v, bool) or not isinstance(v, int) for v in values):
+        raise TypeError(f"{name}: expected a tensor or a list of ints, got {values!r}")
 
 
 def _check_tensor(name: str, slots: Tensor, device: torch.device) -> None:
