@@ -89,7 +89,6 @@ def _materialize(
                 live = w < rows
                 decay, weights = fold_weights(tl.load(dt + ring, mask=live, other=0.0), a, rows, WP)
                 B_rows = tl.load(B + ring[:, None] * N + n[None, :], mask=live[:, None] & n_in[None, :], other=0.0)
-                B_rows = (B_rows.to(tl.float32) * weights[:, None]).to(OPERAND)
                 for block in tl.range(0, BP, FOLD_ROWS, num_stages=STAGES):
                     p = tl.arange(0, FOLD_ROWS)
                     p_in = block + p < P - p_first
@@ -103,8 +102,9 @@ def _materialize(
                         x + block + ring[:, None] * P + p[None, :], mask=live[:, None] & p_in[None, :], other=0.0
                     )
                     _, codes, scale = fold_rows(
-                        codes, scale, x_rows, B_rows, decay, seed, dst, head, p_first + block + p, NP, KIND, ROUNDS
-                    )
+                        codes, scale, x_rows, weights, B_rows, decay, seed, dst, head, p_first + block + p,
+                        NP, KIND, ROUNDS, OPERAND,
+                    )  # fmt: skip
                     store(target + block * N + at, codes, mask, MASKED)
                     if SCALED:
                         store(scale_target + block + p, scale, p_in, MASKED)

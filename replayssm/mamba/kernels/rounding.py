@@ -88,6 +88,56 @@ def decode(codes, KIND: tl.constexpr):
 
 
 @triton.jit
+def decode_operand(codes, KIND: tl.constexpr, OPERAND: tl.constexpr, ASM: tl.constexpr):
+    """A state's codes as operands of a matrix product, before the row's scale.
+
+    With PTX at hand 8-bit codes become bf16 four at a time; every code but fp8's NaN is exact there. That one decodes
+    to 480, and is told by its row's scale, which is NaN.
+    """
+    if ASM and tl.bfloat16 == OPERAND and KIND == "int8":
+        # low seven bits below 0x43: 128 + low; the sign bit below it: 128 or 256. The difference is the code.
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 low, sign, minus, x, y;
+            mov.b32 minus, 0xbf80bf80;
+            and.b32 low, $2, 0x7f7f7f7f;
+            and.b32 sign, $2, 0x80808080;
+            prmt.b32 x, low, 0x43434343, 0x4140;
+            prmt.b32 y, sign, 0x43434343, 0x4140;
+            fma.rn.bf16x2 $0, y, minus, x;
+            prmt.b32 x, low, 0x43434343, 0x4342;
+            prmt.b32 y, sign, 0x43434343, 0x4342;
+            fma.rn.bf16x2 $1, y, minus, x;
+            }""",
+            "=r,=r,r", [codes], tl.bfloat16, False, 4,
+        )  # fmt: skip
+    elif ASM and tl.bfloat16 == OPERAND and KIND == "fp8":
+        # Exponent and mantissa four places up have bf16's layout with an exponent too small by 120.
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 wide, sign, up, zero, x;
+            mov.b32 up, 0x7b807b80;
+            mov.b32 zero, 0x80008000;
+            prmt.b32 wide, $2, 0, 0x1404;
+            and.b32 sign, wide, 0x80008000;
+            shr.b32 x, wide, 4;
+            and.b32 x, x, 0x07f007f0;
+            or.b32 x, x, sign;
+            fma.rn.bf16x2 $0, x, up, zero;
+            prmt.b32 wide, $2, 0, 0x3424;
+            and.b32 sign, wide, 0x80008000;
+            shr.b32 x, wide, 4;
+            and.b32 x, x, 0x07f007f0;
+            or.b32 x, x, sign;
+            fma.rn.bf16x2 $1, x, up, zero;
+            }""",
+            "=r,=r,r", [codes], tl.bfloat16, False, 4,
+        )  # fmt: skip
+    else:
+        return decode(codes, KIND).to(OPERAND)
+
+
+@triton.jit
 def encode(values, noise, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
     """``(codes, scale)`` of an fp32 tile; ``scale`` has one element a row, 1 for the types without a scale.
 
@@ -110,12 +160,12 @@ def encode(values, noise, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
             codes = values.to(tl.float16)
     else:
         LARGEST: tl.constexpr = 127.0 if KIND == "int8" else 448.0
-        # max drops NaN, so it counts as infinity: the row's scale is then infinite and decodes to NaN.
+        # max drops NaN, so it counts as infinity. The scale of such a row is NaN, and so is what it decodes to.
         amax = tl.max(tl.where(values == values, tl.abs(values), float("inf")), 1)
         one = scale
         factor = tl.div_rn(one, tl.maximum(amax, LARGEST * 6.018531076210112e-36)) * LARGEST
         factor = tl.where(amax == 0, 1.0, factor)
-        scale = tl.div_rn(one, factor)
+        scale = tl.where(amax == float("inf"), float("nan"), tl.div_rn(one, factor))
         scaled = values * factor[:, None]
         if KIND == "int8":
             if STOCHASTIC:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from replayssm.mamba.configs import next_power_of_2, state_columns, step_tile, window_rows
 from replayssm.mamba.kernels.common import KINDS, assembly_available, operand_dtype, raw
-from replayssm.mamba.kernels.rounding import decode
+from replayssm.mamba.kernels.rounding import decode_operand
 from replayssm.mamba.kernels.window import fold_rows, fold_weights, load, ring_row, settle, store
 
 
@@ -164,8 +164,8 @@ def _step(
     if dt_bias is not None:
         new_bias = tl.load(dt_bias + (head + h) * s_bias).to(tl.float32)[:, None]
     dt_at = h[:, None] * s_dt_h + j[None, :] * s_dt_t
-    new_dt = _new_dt(dt, dt_at, j_in[None, :] & (h >= 0)[:, None], new_bias, dt_min, dt_max, SOFTPLUS, LIMIT)
-    tl.store(dt_cache + h[:, None] * ring_len + ring_new[None, :], new_dt, mask=j_in[None, :] & (h >= 0)[:, None])
+    new_dt = _new_dt(dt, dt_at, j_in[None, :], new_bias, dt_min, dt_max, SOFTPLUS, LIMIT)
+    tl.store(dt_cache + h[:, None] * ring_len + ring_new[None, :], new_dt, mask=j_in[None, :])
     products_new = tl.dot(settle(B_new, SETTLE).to(OPERAND), c, input_precision="tf32x3")
     identity = (j[:, None] == t[None, :]).to(OPERAND)
     product_new = 0.0
@@ -204,10 +204,10 @@ def _step(
             skip = _number(D, head + i, s_D)
             dt_old = tl.load(dt_cache + i * ring_len + ring, mask=is_live, other=0.0)
             decay, weights = fold_weights(dt_old, a, live, WP)
-            B_weighted = (B_old.to(tl.float32) * weights[:, None]).to(OPERAND)
             folded, codes, scale = fold_rows(
-                codes, scale, x_old, B_weighted, decay, seed, slot, head + i, part * BP + at + q, NP, KIND, ROUNDS
-            )
+                codes, scale, x_old, weights, B_old, decay, seed, slot, head + i, part * BP + at + q,
+                NP, KIND, ROUNDS, OPERAND,
+            )  # fmt: skip
             store(codes_at, codes, q_in[:, None] & n_in[None, :], MASKED)
             if SCALED:
                 store(state_scale + i * P + at + q, scale, q_in, MASKED)
@@ -255,7 +255,8 @@ def _step(
             skip = _number(D, head + i, s_D)
             dt_old = tl.load(dt_cache + i * ring_len + ring, mask=is_live, other=0.0)
             decay, weights = fold_weights(dt_old, a, live, WP)
-            y = tl.dot(decode(settle(values, SETTLE), KIND).to(OPERAND), c, input_precision="tf32x3") * decay
+            values = decode_operand(settle(values, SETTLE), KIND, OPERAND, ASM)
+            y = tl.dot(values, c, input_precision="tf32x3") * decay
             if SCALED:
                 y *= load(state_scale + i * P + at + p, p_in, MASKED)[:, None]
             if BLOCKS == 1:

@@ -59,8 +59,8 @@ def fold_weights(dt, A, live, WP: tl.constexpr):
 
 @triton.jit
 def fold_rows(
-    codes_in, scale_in, x_rows, B_weighted, decay, seed, slot, head, p,
-    N: tl.constexpr, KIND: tl.constexpr, ROUNDS: tl.constexpr,
+    codes_in, scale_in, x_rows, weights, B_rows, decay, seed, slot, head, p,
+    N: tl.constexpr, KIND: tl.constexpr, ROUNDS: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Fold ring rows into the rows ``p`` of a head's state.
 
@@ -68,7 +68,8 @@ def fold_rows(
         codes_in: the stored tile ``[rows, N]``.
         scale_in: fp32 ``[rows]``, read for the 8-bit types alone.
         x_rows: ring rows ``[window, rows]``, zero where not live.
-        B_weighted: ring rows ``[window, N]`` times the weights of fold_weights, in the operands' dtype.
+        weights: fp32 ``[window]`` from fold_weights. They go into x, which has fewer elements than B in every tile.
+        B_rows: ring rows ``[window, N]``, zero where not live.
         decay: exp(G_k) from fold_weights.
         seed: int64 random seed, read if ROUNDS > 0.
         slot: slot that is written, a counter word of the noise.
@@ -77,6 +78,7 @@ def fold_rows(
         N: columns of the tiles.
         KIND: storage type, a value of ``common.KINDS``.
         ROUNDS: rounds of the random generator, 0 to round to nearest.
+        OPERAND: dtype of the product's operands.
 
     Returns:
         (folded fp32 tile, codes to store, their scale).
@@ -84,8 +86,8 @@ def fold_rows(
     state = decode(codes_in, KIND)
     if KIND == "int8" or KIND == "fp8":
         state = state * scale_in[:, None]
-    x_rows = tl.trans(x_rows).to(B_weighted.dtype)
-    state = tl.dot(x_rows, B_weighted, state * decay, input_precision="tf32x3")
+    x_weighted = tl.trans((x_rows.to(tl.float32) * weights[:, None]).to(OPERAND))
+    state = tl.dot(x_weighted, B_rows.to(OPERAND), state * decay, input_precision="tf32x3")
     if ROUNDS > 0 and KIND != "fp32":
         noise = noise_tile(seed, slot, head, p, N, ROUNDS)
         codes, scale = encode(state, noise, KIND, True)
