@@ -213,7 +213,9 @@ def replayssm_materialize(
     is, packed, state ``[num_heads, dim, dstate]``, x ``[num_heads, ring_buffer_len, dim]``, B ``[num_heads /
     heads_per_group, ring_buffer_len, dstate]``, dt ``[num_heads, ring_buffer_len]`` and scale ``[num_heads, dim]`` in
     fp32; the distance between slots is free. On the CPU the addresses are host addresses (``Tensor.data_ptr()``), and
-    the caller keeps the memory alive.
+    the caller keeps the memory alive. On a GPU, where a head's state and a row of x and of B are multiples of 16 bytes
+    long, addresses and slot distances of state, x and B must be multiples of 16 bytes too, as those of tensors are; the
+    contents of the tables are not checked there.
 
     Args:
         state_ptrs: int64 ``[layers]``, as all tables: addresses of the states.
