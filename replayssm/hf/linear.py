@@ -30,12 +30,14 @@ _measurements: dict[tuple[object, ...], tuple[frozenset[int], bool]] = {}
 
 
 def may_pack(linears: Sequence[nn.Linear]) -> bool:
-    """Whether packed copies of these layers' weights are worth their memory on this build of torch."""
-    return torch.backends.mkldnn.is_available() and sum(each.weight.nbytes for each in linears) <= _MOST_PACKED
+    """Whether these layers' weights can be packed, and the copies are worth their memory."""
+    weights = [each.weight for each in linears]
+    on_cpu = torch.backends.mkldnn.is_available() and all(weight.device.type == "cpu" for weight in weights)
+    return on_cpu and sum(weight.nbytes for weight in weights) <= _MOST_PACKED
 
 
 class RowProduct:
-    """``linear(x)`` for fp32 inputs on the CPU, without gradients, from the weights that the layer has now.
+    """``linear(x)`` for fp32 inputs, without gradients, from the weights that the layer has now.
 
     Args:
         linear: the layer.
@@ -58,9 +60,9 @@ class RowProduct:
         bias = None if linear.bias is None else linear.bias.detach()
         self._multiply = _packed(weight, bias) if pack else _plain(weight, bias)
         threads = torch.get_num_threads()
-        key = (weight.shape, bias is not None, pack, threads)
+        key = (weight.shape, weight.device, bias is not None, pack, threads)
         if key not in _measurements:
-            _measurements[key] = _measure(self._multiply, weight.shape[1])
+            _measurements[key] = _measure(self._multiply, weight.shape[1], weight.device)
         agreeing, large = _measurements[key]
         targets = [min((count for count in agreeing if count >= rows), default=0) for rows in range(_MEASURED + 1)]
         self.exact = large and all(targets)
@@ -99,9 +101,9 @@ def _packed(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
 
 
 @torch.no_grad()
-def _measure(multiply: Callable[[Tensor], Tensor], width: int) -> tuple[frozenset[int], bool]:
+def _measure(multiply: Callable[[Tensor], Tensor], width: int, device: torch.device) -> tuple[frozenset[int], bool]:
     """Row counts whose products agree with those of 64 rows, and whether all spot checks above them agree too."""
-    rows = torch.randn(65, width, generator=torch.Generator().manual_seed(0))
+    rows = torch.randn(65, width, generator=torch.Generator().manual_seed(0)).to(device)
     # The second product shows whether a row's place among the others matters.
     expected, shifted = multiply(rows[:64]), multiply(rows[1:])
     if not torch.equal(expected[1:], shifted[:-1]):

@@ -26,7 +26,7 @@ class _Rows:
         prompt_lens: lengths of the prompts.
     """
 
-    def __init__(self, prompts: Sequence[Sequence[int]], rules: Rules, pad_token_id: int) -> None:
+    def __init__(self, prompts: Sequence[Sequence[int]], rules: Rules, pad_token_id: int, device: torch.device) -> None:
         self.texts = [list(prompt) for prompt in prompts]
         self.prompt_lens = [len(prompt) for prompt in prompts]
         self._max_new = rules.max_new_tokens
@@ -34,7 +34,7 @@ class _Rows:
         self._ids: list[Tensor] = []
         if rules.per_token:
             for text, width in zip(self.texts, self._widths, strict=True):
-                ids = torch.full((1, width + self._max_new), pad_token_id, dtype=torch.int64)
+                ids = torch.full((1, width + self._max_new), pad_token_id, dtype=torch.int64, device=device)
                 ids[0, width - len(text) : width] = torch.tensor(text)
                 self._ids.append(ids)
 
@@ -92,8 +92,9 @@ class Decoder:
     ) -> None:
         self._model, self._sampler, self._rules, self._drafter = model, sampler, rules, drafter
         self._num_draft_tokens, self._window, self._streamer = num_draft_tokens, window, streamer
-        self._requests = torch.tensor(request_ids)
-        self._rows = _Rows(prompts, rules, pad_token_id)
+        self._device = model.device
+        self._requests = torch.tensor(request_ids, device=self._device)
+        self._rows = _Rows(prompts, rules, pad_token_id, self._device)
         self._prompts = prompts
         self._active = set(range(len(prompts)))
         self._rounds = self._drafted = self._accepted = 0
@@ -147,8 +148,10 @@ class Decoder:
                 self._decide(row, scores, draft) for row, scores, draft in zip(rows, logits, drafts, strict=True)
             ]
         else:
-            first = torch.tensor([[len(self._rows.texts[row])] for row in rows])
-            positions = first + torch.arange(logits.shape[1])
+            places = range(logits.shape[1])
+            positions = torch.tensor([[len(self._rows.texts[row]) + i for i in places] for row in rows]).to(
+                self._device
+            )
             choices = self._sampler.choose(logits, self._requests[list(rows)], positions).tolist()
             results = [
                 self._rules.cut(choice, draft, self._rows.room(row))
@@ -171,7 +174,7 @@ class Decoder:
         tokens, room = self._rows.tensor(row, new), self._rows.room(row)
         for place in range(len(draft) + 1):
             scores = rules.process(tokens, logits[place : place + 1].clone())
-            position = torch.tensor([[length + place]])
+            position = torch.tensor([[length + place]], device=self._device)
             chosen = self._sampler.choose(scores[:, None], self._requests[row : row + 1], position)
             new.append(int(chosen))
             tokens = self._rows.tensor(row, new)
