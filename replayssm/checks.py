@@ -134,17 +134,19 @@ def check_separate(name: str, tensor: Tensor, num_axes: int) -> None:
     Args:
         name: the argument's name, first word of the message.
         tensor: packed from axis ``num_axes`` on.
-        num_axes: leading axes, whose strides are free.
+        num_axes: leading axes, whose strides are free: one or two.
     """
     extent = math.prod(tensor.shape[num_axes:])
-    for stride, size in sorted(zip(tensor.stride()[:num_axes], tensor.shape[:num_axes], strict=True)):
-        if size > 1:
-            if stride < extent:
-                raise ValueError(
-                    f"{name}: expected elements with memory of their own, since they are written (shape "
-                    f"{list(tensor.shape)}), got strides {list(tensor.stride())}"
-                )
-            extent = stride * size
+    outer = [axis for axis in range(num_axes) if tensor.shape[axis] > 1]
+    if len(outer) == 2 and tensor.stride(outer[0]) > tensor.stride(outer[1]):  # not sorted: sizes may be symbolic
+        outer.reverse()
+    for axis in outer:
+        if tensor.stride(axis) < extent:
+            raise ValueError(
+                f"{name}: expected elements with memory of their own, since they are written (shape "
+                f"{list(tensor.shape)}), got strides {list(tensor.stride())}"
+            )
+        extent = tensor.stride(axis) * tensor.shape[axis]
 
 
 def check_integer(name: str, value: object) -> None:

@@ -275,6 +275,16 @@ def test_opcheck_and_compile():
     assert torch.equal(case["rows"], eager["rows"])
 
 
+def test_compiled_for_sizes_that_change():
+    torch._dynamo.reset()
+    compiled = torch.compile(causal_conv1d_replay, backend="aot_eager", dynamic=True, fullgraph=True)
+    for tokens in (3, 2, 4, 1):
+        case = make(conv_len=8) | {"x": torch.randn(2, tokens, CHANNELS)}
+        eager = copied(case)
+        assert torch.equal(compiled(**case), causal_conv1d_replay(**eager))
+        assert torch.equal(case["rows"], eager["rows"])
+
+
 def changed(**replacements):
     return lambda case: case | replacements
 

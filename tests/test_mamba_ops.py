@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from replayssm import mamba
@@ -86,6 +87,30 @@ def test_compiled_equals_eager(state_dtype):
     actual = torch.compile(step, backend="aot_eager", fullgraph=True)(compiled.arguments(), 0.5)
     assert torch.equal(actual, expected)
     assert all(torch.equal(a, b) for a, b in zip(compiled.memory().values(), eager.memory().values(), strict=True))
+
+
+def test_compiled_for_sizes_that_change():
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda arguments: checkpointing_ssu(**arguments), backend="aot_eager", dynamic=True, fullgraph=True
+    )
+    for seq_len in (3, 2, 4, 1):
+        call = random_ssu_call(live=(2, 5), seq_len=seq_len, window=8, seed=seq_len)
+        eager, traced = call.clone(), call.clone()
+        assert torch.equal(compiled(traced.arguments()), checkpointing_ssu(**eager.arguments()))
+        assert all(torch.equal(a, b) for a, b in zip(traced.memory().values(), eager.memory().values(), strict=True))
+
+
+def test_traced_with_symbolic_sizes():
+    call = finite_call()
+    eager, traced = call.clone(), call.clone()
+    names = [name for name, value in call.arguments().items() if isinstance(value, torch.Tensor)]
+    others = {name: value for name, value in call.arguments().items() if name not in names}
+    graph = make_fx(
+        lambda *tensors: checkpointing_ssu(**dict(zip(names, tensors, strict=True)), **others), tracing_mode="symbolic"
+    )(*[call.clone().arguments()[name] for name in names])
+    assert torch.equal(graph(*[traced.arguments()[name] for name in names]), checkpointing_ssu(**eager.arguments()))
+    assert torch.equal(traced.state, eager.state)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
