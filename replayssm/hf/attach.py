@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +20,8 @@ from replayssm.hf.mixers import FAMILIES
 
 _SUPPORTED = "supported are decoder-only models of the families " + ", ".join(sorted(FAMILIES))
 _STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Several threads may start and end generations on one model.
+_LOCK = threading.RLock()
 
 
 class MixerForward:
@@ -80,7 +85,8 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
 
     Raises:
         TypeError: not a transformers model.
-        ValueError: unsupported family or weight dtype; the message says what is supported.
+        ValueError: unsupported family, weight dtype or kind of layer (adapters, quantised weights, hooks); the message
+            says what is supported.
         NotImplementedError: unsupported device.
 
     Example:
@@ -91,25 +97,58 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
         >>> detach(model)
     """
     family = check_model(model)
-    if attachment_of(model) is not None:
-        return model
+    with _LOCK:
+        attachment = attachment_of(model) or _attach(model, family)
+        attachment.kept = True
+    return model
+
+
+@contextmanager
+def attached(model: PreTrainedModel) -> Iterator[None]:
+    """Have a model attached inside a ``with`` block, whoever else uses it at the same time.
+
+    The last of the blocks that overlap leaves the model as the first one found it; a model that was attached before
+    stays attached.
+    """
+    family = check_model(model)
+    with _LOCK:
+        attachment = attachment_of(model) or _attach(model, family)
+        attachment.users += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            attachment.users -= 1
+            if not attachment.users and not attachment.kept:
+                _undo(model, attachment)
+
+
+def _attach(model: PreTrainedModel, family: ModuleType) -> Attachment:
     mixers = [module for module in model.modules() if type(module).__name__ == family.MIXER_CLASS]
+    if not mixers:
+        raise ValueError(f"model: expected layers of transformers' class {family.MIXER_CLASS}, found none")
     cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "cache_params"
     attachment = Attachment(model.config.model_type, mixers, model.get_output_embeddings(), cache_name)
     attachment.stored_dtypes = _narrow_tensors(model)
-    for tensor, _ in attachment.stored_dtypes:
-        tensor.data = tensor.data.float()
-    for position, mixer in enumerate(mixers):
-        attachment.replaced.append((mixer, mixer.__dict__.get("forward")))
-        mixer.__dict__["forward"] = MixerForward(mixer, mixer.forward, position, cache_name)
-    setattr(model, ATTRIBUTE, attachment)
-    return model
+    try:
+        for tensor, _ in attachment.stored_dtypes:
+            tensor.data = tensor.data.float()
+        attachment.check_bypassed(model)
+        for position, mixer in enumerate(mixers):
+            attachment.replaced.append((mixer, mixer.__dict__.get("forward")))
+            mixer.__dict__["forward"] = MixerForward(mixer, mixer.forward, position, cache_name)
+        setattr(model, ATTRIBUTE, attachment)
+    except BaseException:  # memory ran out half-way, an interrupt, a layer that cannot be used
+        _undo(model, attachment)
+        raise
+    return attachment
 
 
 def _narrow_tensors(model: PreTrainedModel) -> list[tuple[Tensor, torch.dtype]]:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in tensors:
-        if tensor.is_floating_point() and tensor.dtype not in _STORED_DTYPES:
+        is_weight = tensor.is_floating_point() or isinstance(tensor, nn.Parameter)
+        if is_weight and tensor.dtype not in _STORED_DTYPES:
             supported = ", ".join(str(dtype) for dtype in _STORED_DTYPES)
             raise ValueError(f"model: weight '{name}' is {tensor.dtype}; supported weight types are {supported}")
     return [(t, t.dtype) for _, t in tensors if t.is_floating_point() and t.dtype != torch.float32]
@@ -122,16 +161,25 @@ def detach(model: PreTrainedModel) -> None:
         model: an attached model.
 
     Raises:
-        ValueError: the model is not attached.
+        ValueError: the model is not attached, or a generation runs on it.
     """
-    attachment = attachment_of(model) if isinstance(model, PreTrainedModel) else None
-    if attachment is None:
-        raise ValueError("model: expected a model that replayssm.hf.attach has prepared, got one that is not attached")
+    with _LOCK:
+        attachment = attachment_of(model) if isinstance(model, PreTrainedModel) else None
+        if attachment is None or not attachment.kept:
+            raise ValueError(
+                "model: expected a model that replayssm.hf.attach has prepared, got one that is not attached"
+            )
+        if attachment.users:
+            raise ValueError("model: expected no generation running on it, got one; detach when it is done")
+        _undo(model, attachment)
+
+
+def _undo(model: PreTrainedModel, attachment: Attachment) -> None:
     for module, before in reversed(attachment.replaced):
         if before is None:
-            del module.__dict__["forward"]
+            module.__dict__.pop("forward", None)
         else:
             module.__dict__["forward"] = before
     for tensor, dtype in attachment.stored_dtypes:
         tensor.data = tensor.data.to(dtype)
-    delattr(model, ATTRIBUTE)
+    model.__dict__.pop(ATTRIBUTE, None)

@@ -26,6 +26,8 @@ class Attachment:
         cache_name: the forward's name for the cache: ``cache``, before transformers 5.24 ``cache_params``.
         replaced: modules whose ``forward`` was replaced, with what their ``__dict__`` held before (None: nothing).
         stored_dtypes: tensors that were converted to fp32, with the dtype to go back to.
+        kept: whether ``attach`` was called, so that only ``detach`` undoes it.
+        users: generations that run on the model now.
     """
 
     model_type: str
@@ -34,6 +36,8 @@ class Attachment:
     cache_name: str
     replaced: list[tuple[nn.Module, Any]] = field(default_factory=list)
     stored_dtypes: list[tuple[Tensor, torch.dtype]] = field(default_factory=list)
+    kept: bool = False
+    users: int = 0
 
     @property
     def linears(self) -> list[nn.Linear]:
@@ -44,6 +48,33 @@ class Attachment:
     def family(self) -> ModuleType:
         """The adapter module; looked up, because a module object would keep an attached model from being copied."""
         return FAMILIES[self.model_type]
+
+    def check_bypassed(self, model: PreTrainedModel) -> None:
+        """Refuse layers that compute anything else than a product with the weights they show.
+
+        Projections, convolution and head are not called but computed from their weights, so what an adapter or a hook
+        adds would be lost without a word.
+
+        Raises:
+            ValueError: such a layer, or one that has changed since attach.
+        """
+        if model.get_output_embeddings() is not self.head:
+            raise ValueError("model: its head was replaced since attach; call detach, and attach again")
+        names = {id(module): name for name, module in model.named_modules()}
+        for layer in [layer for mixer in self.mixers for layer in self.family.bypassed(mixer)] + [self.head]:
+            name = names.get(id(layer), type(layer).__name__)
+            if type(layer).forward not in (nn.Linear.forward, nn.Conv1d.forward) or "forward" in layer.__dict__:
+                raise ValueError(
+                    f"model: layer '{name}' is a {type(layer).__module__}.{type(layer).__name__} with a forward of its "
+                    "own; supported are torch.nn.Linear and Conv1d (merge adapters, use weights that are not quantised)"
+                )
+            if layer._forward_hooks or layer._forward_pre_hooks:
+                raise ValueError(f"model: layer '{name}' has forward hooks, which replay would not call; remove them")
+            if layer.weight.dtype != torch.float32:
+                raise ValueError(
+                    f"model: the weight of '{name}' became {layer.weight.dtype} since attach; call detach, convert the "
+                    "model, and attach it again"
+                )
 
 
 def attachment_of(model: PreTrainedModel) -> Attachment | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from replayssm.cache import ReplayPool
+from replayssm.checks import check_range
 from replayssm.hf.attachment import attachment_of
 from replayssm.hf.linear import may_pack
 from replayssm.hf.prefill import Prefill
@@ -63,7 +65,7 @@ class ReplayCache(Cache):
         exact: whether the mixers' matrix products were measured to treat every row alike.
 
     Raises:
-        ValueError: the model is not attached.
+        ValueError: the model is not attached, or was changed since in a way that replay cannot follow.
 
     Example:
         >>> import torch
@@ -86,8 +88,8 @@ class ReplayCache(Cache):
         attachment = attachment_of(model)
         if attachment is None:
             raise ValueError("model: expected an attached model; call replayssm.hf.attach(model) first")
-        if batch_size < 1:
-            raise ValueError(f"batch_size: expected a number >= 1, got {batch_size}")
+        attachment.check_bypassed(model)
+        check_range("batch_size", batch_size, 1, sys.maxsize)
         family, mixers = attachment.family, attachment.mixers
         super().__init__(layers=[_PoolLayer() for _ in mixers])
         self.name = attachment.cache_name

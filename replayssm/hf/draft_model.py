@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 from transformers import PreTrainedModel
 
-from replayssm.hf.attach import attach, detach
-from replayssm.hf.attachment import attachment_of
+from replayssm.hf.attach import attached
 from replayssm.hf.cache import ReplayCache
 from replayssm.hf.forward import Forward
 from replayssm.hf.sampling import Greedy, Gumbel
@@ -25,7 +25,7 @@ class ModelDrafter:
         sampler: how tokens are chosen.
         request_ids: identity of each row's text for the noise.
         num_draft_tokens: longest draft.
-        window: of the draft model's pool.
+        window: of the draft model's pool; raised to ``num_draft_tokens + 1`` if it is smaller.
     """
 
     def __init__(
@@ -36,12 +36,16 @@ class ModelDrafter:
         num_draft_tokens: int,
         window: int,
     ) -> None:
-        self._detach = attachment_of(model) is None
-        self._model = attach(model)
         self._sampler, self._requests = sampler, torch.tensor(request_ids)
         # A fully accepted draft leaves its last token unseen, next to the token chosen after it.
-        self._cache = ReplayCache(model, len(request_ids), max_tokens=num_draft_tokens + 1, window=window)
-        self._forward = Forward(model, self._cache)
+        max_tokens = num_draft_tokens + 1
+        with ExitStack() as stack:
+            stack.enter_context(attached(model))
+            self._cache = stack.enter_context(
+                ReplayCache(model, len(request_ids), max_tokens=max_tokens, window=max(window, max_tokens))
+            )
+            self._forward = Forward(model, self._cache)
+            self._held = stack.pop_all()
         # Row -> draft of the newest round and how many of the window's tokens came before it.
         self._open: dict[int, tuple[list[int], int]] = {}
 
@@ -96,6 +100,4 @@ class ModelDrafter:
 
     def close(self) -> None:
         """See Drafter."""
-        self._cache.close()
-        if self._detach:
-            detach(self._model)
+        self._held.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
@@ -11,8 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
 
 from replayssm.checks import check_range
-from replayssm.hf.attach import attach, check_model, detach
-from replayssm.hf.attachment import attachment_of
+from replayssm.hf.attach import attached
 from replayssm.hf.draft_model import ModelDrafter
 from replayssm.hf.drafts import CallableDrafter, Drafter, DraftFunction, LookupDrafter, NoDrafts
 from replayssm.hf.loop import Decoder
@@ -268,23 +268,21 @@ def _run(
     streamer: Any,
     window: int,
 ) -> tuple[Tensor, GenerationStats]:
-    check_model(model)
     check_range("num_draft_tokens", num_draft_tokens, 0, _MOST_DRAFT_TOKENS)
     check_range("max_new_tokens", rules.max_new_tokens, 1, sys.maxsize)
     check_range("window", window, 1, _MOST_DRAFT_TOKENS + 1)
-    vocab_size = model.get_output_embeddings().out_features
-    prompts = strip_padding(input_ids, attention_mask, vocab_size)
-    if streamer is not None and len(prompts) > 1:
-        raise ValueError(f"streamer: expected a batch of one row, got {len(prompts)}")
-    requests = list(range(len(prompts))) if request_ids is None else [int(number) for number in request_ids]
-    if len(requests) != len(prompts) or min(requests) < 0:
-        raise ValueError(f"request_ids: expected {len(prompts)} numbers >= 0, one per row, got {requests}")
-    attached_here = attachment_of(model) is None
-    drafter: Drafter | None = None
-    try:
-        attach(model)
+    with ExitStack() as stack:
+        stack.enter_context(attached(model))
+        vocab_size = model.get_output_embeddings().out_features
+        prompts = strip_padding(input_ids, attention_mask, vocab_size)
+        if streamer is not None and len(prompts) > 1:
+            raise ValueError(f"streamer: expected a batch of one row, got {len(prompts)}")
+        requests = list(range(len(prompts))) if request_ids is None else [int(number) for number in request_ids]
+        if len(requests) != len(prompts) or min(requests) < 0:
+            raise ValueError(f"request_ids: expected {len(prompts)} numbers >= 0, one per row, got {requests}")
         drafter = _drafter(draft, draft_model, vocab_size, sampler, requests, num_draft_tokens, window)
-        decoder = Decoder(
+        stack.callback(drafter.close)
+        new, stats = Decoder(
             model,
             prompts,
             requests,
@@ -295,13 +293,7 @@ def _run(
             window=window,
             streamer=streamer,
             pad_token_id=pad_token_id,
-        )
-        new, stats = decoder.run()
-    finally:
-        if drafter is not None:
-            drafter.close()
-        if attached_here and attachment_of(model) is not None:
-            detach(model)
+        ).run()
     return join(input_ids, new, pad_token_id), stats
 
 
@@ -319,11 +311,11 @@ def _drafter(
     if draft_model is not None:
         if draft != "lookup" and draft is not None:
             raise ValueError("draft and draft_model: expected one source of drafts, got both")
-        check_model(draft_model)
-        theirs = draft_model.get_output_embeddings().out_features
-        if theirs != vocab_size:
-            raise ValueError(f"draft_model: expected the model's vocabulary of {vocab_size} ids, got {theirs}")
-        return ModelDrafter(draft_model, sampler, requests, num_draft_tokens, window)
+        with attached(draft_model):
+            theirs = draft_model.get_output_embeddings().out_features
+            if theirs != vocab_size:
+                raise ValueError(f"draft_model: expected the model's vocabulary of {vocab_size} ids, got {theirs}")
+            return ModelDrafter(draft_model, sampler, requests, num_draft_tokens, window)
     if draft is None:
         return NoDrafts()
     if draft == "lookup":

@@ -1,6 +1,7 @@
 """attach, detach, what is refused, and matrix products that do not depend on the number of rows."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -85,6 +86,118 @@ def test_generate_detaches_what_it_attached_even_after_an_error():
     with pytest.raises(RuntimeError, match="boom"):
         hf.generate(model, IDS, max_new_tokens=9, draft=lambda *_: (_ for _ in ()).throw(RuntimeError("boom")))
     assert everything(model)[1] == attributes
+
+
+def test_threads_share_a_model_that_nobody_attached():
+    model, (prompt,) = fresh_model(), make_prompts("biases", (9,))
+    expected, (_, attributes), ids = greedy_text("biases", prompt, 6), everything(model), torch.tensor([prompt])
+    both_inside, texts = threading.Barrier(2, timeout=30), []
+
+    def work(hold):
+        started = []
+
+        def draft(token_ids, num_tokens):
+            if not started:
+                started.append(both_inside.wait())
+            if hold:
+                first.join(30)  # the other call ends, and with it the time for which that one needed the model
+            return token_ids[:0]
+
+        texts.append(hf.generate(model, ids, draft=draft, max_new_tokens=6)[0, 9:].tolist())
+
+    first, second = (threading.Thread(target=work, args=(hold,)) for hold in (False, True))
+    first.start(), second.start(), first.join(30), second.join(30)
+    assert texts == [expected, expected]
+    assert everything(model)[1] == attributes
+
+
+def test_detach_waits_for_the_end_of_a_generation():
+    model = hf.attach(fresh_model())
+    with pytest.raises(ValueError, match="expected no generation running on it, got one; detach when it is done"):
+        hf.generate(model, IDS, draft=lambda ids, count: hf.detach(model))
+    hf.detach(model)
+    # A generation's own attachment is not the caller's to undo, but the caller may keep it.
+    with pytest.raises(ValueError, match="got one that is not attached"):
+        hf.generate(model, IDS, draft=lambda ids, count: hf.detach(model))
+    hf.generate(model, IDS, max_new_tokens=4, draft=lambda ids, count: hf.attach(model) and ids[:0])
+    hf.detach(model)
+    assert attachment_of(model) is None
+
+
+def test_attach_that_fails_half_way_leaves_no_trace(monkeypatch):
+    model = fresh_model().to(torch.bfloat16)
+    tensors, attributes = everything(model)
+    converted, own = [], torch.Tensor.float
+
+    def float_until_memory_ends(tensor):
+        converted.append(tensor)
+        if len(converted) > 5:
+            raise MemoryError
+        return own(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "float", float_until_memory_ends)
+    with pytest.raises(MemoryError):
+        hf.attach(model)
+    monkeypatch.undo()
+    after, attributes_after = everything(model)
+    assert attributes_after == attributes and len(converted) == 6
+    assert all(after[k][0] == t[0] == torch.bfloat16 and torch.equal(after[k][2], t[2]) for k, t in tensors.items())
+
+
+class Adapter(nn.Linear):
+    """A projection with something of its own added, as adapters are."""
+
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def swap(model, name, layer):
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, layer)
+
+
+@pytest.mark.parametrize("name", ["lm_head", "backbone.layers.1.mixer.in_proj", "backbone.layers.0.mixer.out_proj"])
+def test_layers_that_replay_would_bypass_are_refused(name):
+    model = fresh_model("tied", tie_word_embeddings=False)
+    layer = model.get_submodule(name)
+    swap(model, name, Adapter(layer.in_features, layer.out_features))
+    calls = (
+        lambda: hf.attach(model),
+        lambda: hf.generate(model, IDS),
+        lambda: hf.generate(shared_model("tied"), IDS, draft_model=model),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=rf"layer '{name}' is a .*Adapter with a forward of its own; supported"):
+            call()
+    swap(model, name, layer)
+    hook = layer.register_forward_hook(lambda module, args, out: out * 0)
+    for call in calls:
+        with pytest.raises(ValueError, match=rf"layer '{name}' has forward hooks"):
+            call()
+    hook.remove()
+    layer.weight = nn.Parameter(torch.zeros_like(layer.weight, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(ValueError, match=rf"weight '{name}\.weight' is torch\.int8; supported weight types are"):
+        hf.attach(model)
+    assert attachment_of(model) is None and attachment_of(shared_model("tied")) is None
+
+
+def test_changes_after_attach_that_cannot_be_followed_are_refused():
+    model = hf.attach(fresh_model())
+    model.to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"in_proj' became torch\.bfloat16 since attach; call detach, convert"):
+        hf.generate(model, IDS)
+    hf.detach(model)
+    hf.attach(model)
+    model.lm_head = nn.Linear(24, 61)
+    with pytest.raises(ValueError, match="head was replaced since attach; call detach, and attach again"):
+        hf.generate(model, IDS)
+
+
+def test_parametrised_layers_work():
+    model, (prompt,) = fresh_model(), make_prompts("biases", (9,))
+    nn.utils.parametrizations.weight_norm(model.backbone.layers[0].mixer.in_proj)
+    out = hf.generate(model, torch.tensor([prompt]), max_new_tokens=9)
+    assert out[0, 9:].tolist() == greedy_text("biases", prompt, 9)
 
 
 def test_attached_model_without_our_cache_is_the_model():

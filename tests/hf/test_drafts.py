@@ -131,6 +131,26 @@ def test_draft_model_must_fit():
         hf.generate(shared_model(), ids, draft_model="small")
 
 
+@pytest.mark.parametrize(("window", "num_draft_tokens"), [(16, 20), (3, 9), (16, 63)])
+def test_a_draft_model_drafts_more_than_the_window_holds(window, num_draft_tokens):
+    (prompt,), drafter = make_prompts("biases", (9,)), fresh_model()
+    out, stats = hf.generate(
+        shared_model(), torch.tensor([prompt]), draft_model=drafter, num_draft_tokens=num_draft_tokens, window=window,
+        max_new_tokens=30, return_stats=True,
+    )  # fmt: skip
+    assert out[0, 9:].tolist() == greedy_text("biases", prompt, 30)
+    assert stats.accepted == stats.drafted > 0
+    assert attachment_of(drafter) is None
+
+
+def test_a_draft_model_is_detached_when_its_cache_cannot_be_made(monkeypatch):
+    drafter, made = fresh_model(seed=3), []
+    monkeypatch.setattr("replayssm.hf.draft_model.ReplayCache", lambda *_, **__: made.append(1) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        hf.generate(shared_model(), torch.tensor([[3, 4]]), draft_model=drafter)
+    assert made and attachment_of(drafter) is None and attachment_of(shared_model()) is None
+
+
 def test_the_longest_draft():
     (prompt,) = make_prompts("tied", (5,))
     out = hf.generate(shared_model("tied"), torch.tensor([prompt]), num_draft_tokens=63, max_new_tokens=70)
