@@ -17,7 +17,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from replayssm.checks import check_device, check_dtype, check_range, check_shape, checked_mode
+from replayssm.checks import check_device, check_dtype, check_range, check_shape, check_values, checked_mode
+
+_MOST_ROWS = (1 << 31) - 1  # cursors are int32
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,22 @@ def folded_rows(num_live: Tensor, seq_len: Tensor | int, window: int) -> Tensor:
 
 
 def reset(cursors: Cursors, slots: Tensor) -> None:
-    """Set every cursor of the slots (int64 ``[n]``, no padding) to zero, in place."""
+    """Set every cursor of the slots to zero, in place.
+
+    Args:
+        cursors: written, for the given slots only.
+        slots: int32 or int64 ``[n]``, no padding.
+
+    Raises:
+        TypeError: ``slots`` is no tensor.
+        ValueError: wrong shape, dtype or device; on the CPU and in the checked mode also a slot out of range. Nothing
+            has been written then.
+    """
+    check_shape("slots", slots, "n", {})
+    check_dtype("slots", slots, torch.int32, torch.int64)
+    check_device("slots", slots, cursors.num_live.device)
+    if slots.device.type == "cpu" or checked_mode():
+        check_values("slots", slots, 0, cursors.num_live.shape[0] - 1)
     for field in fields(cursors):
         getattr(cursors, field.name)[slots] = 0
 
@@ -80,11 +97,12 @@ def commit(
         seq_lens: tokens that the verify scored, one number or integer ``[batch]``, at most ``window`` and at most
             ``ring_len - window``; 0 changes nothing.
         num_accepted: int32 or int64 ``[batch]``, in ``0..seq_len``.
-        window: the pool's window.
-        ring_len: rows of the replay ring.
+        window: the pool's window, at least 1.
+        ring_len: rows of the replay ring, more than ``window``.
         conv_len: rows of the convolution's ring.
 
     Raises:
+        TypeError: an argument is no tensor or no number.
         ValueError: wrong shape, dtype or device, or a number out of range; on the CPU and in the checked mode also an
             element out of range or a slot named twice. Nothing has been written then.
 
@@ -95,6 +113,9 @@ def commit(
         >>> cursors.num_live.tolist(), cursors.conv_start.tolist()
         ([0, 3], [0, 3])
     """
+    check_range("window", window, 1, _MOST_ROWS)
+    check_range("ring_len", ring_len, window + 1, _MOST_ROWS, f"window={window} and a token")
+    check_range("conv_len", conv_len, 1, _MOST_ROWS)
     most = min(window, ring_len - window)
     _check(cursors, slots, seq_lens, num_accepted, most)
     if slots.device.type == "cpu" or checked_mode():

@@ -146,6 +146,28 @@ def test_wrong_dtype():
         rule.commit(cursors, torch.tensor([0]), 2, torch.tensor([1.0]), window=WINDOW, ring_len=RING, conv_len=CONV)
 
 
+@pytest.mark.parametrize("name", ["window", "ring_len", "conv_len"])
+@pytest.mark.parametrize("wrong", [0, -1, 7.0, None])
+def test_wrong_sizes_change_nothing(name, wrong):
+    cursors = make(num_live=[1, 4, 3, 1])
+    before = snapshot(cursors)
+    sizes = {"window": WINDOW, "ring_len": RING, "conv_len": CONV, name: wrong}
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: expected .*got {wrong}"):
+        rule.commit(cursors, torch.tensor([0]), 2, torch.tensor([1]), **sizes)
+    assert_unchanged(cursors, before)
+
+
+@pytest.mark.parametrize(
+    "slots", [None, [1], torch.tensor([1.0]), torch.tensor([[1]]), torch.tensor([4]), torch.tensor([1, -1])]
+)
+def test_reset_of_wrong_slots_changes_nothing(slots):
+    cursors = make(num_live=[1, 4, 3, 1])
+    before = snapshot(cursors)
+    with pytest.raises((TypeError, ValueError), match=r"^slots: expected "):
+        rule.reset(cursors, slots)
+    assert_unchanged(cursors, before)
+
+
 def test_tokens_are_bounded_by_the_window_and_by_the_rest_of_the_ring():
     with pytest.raises(ValueError, match="seq_lens: expected 0 <= seq_lens <= 2 "):
         commit(make(), [0], 3, [1], window=2, ring_len=20)
