@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from replayssm.mamba import checkpointing_ssu
-from replayssm.rounding import decode
+from replayssm.rounding import decode, encode, noise_bits
 from replayssm.testing import (
     STATE_DTYPES,
     as_bytes,
@@ -113,14 +113,16 @@ def test_options_may_be_absent(absent):
     check_against_reference(call)
 
 
-def test_dt_limit_comes_last_and_is_what_the_ring_keeps():
+@pytest.mark.parametrize(("lower", "upper"), [(0.25, 0.6), (0.0, 0.6), (0.25, torch.inf)])
+def test_dt_limit_comes_last_and_is_what_the_ring_keeps(lower, upper):
     call = random_ssu_call(live=(2,), seq_len=3, window=8)
-    call = replace(call, options={"dt_limit": (0.25, 0.6)})
+    call = replace(call, options={"dt_limit": (lower, upper)})
     after = check_against_reference(call)
     slot = int(call.state_batch_indices[0])
     rows = (call.ring_start[slot] + 2 + torch.arange(3)) % call.x_cache.shape[2]
     written = after.dt_cache[slot][:, rows]
-    assert written.min() == 0.25 and written.max() == torch.tensor(0.6)
+    assert lower == 0.0 or written.min() == lower
+    assert upper == torch.inf or written.max() == torch.tensor(upper)
 
 
 def test_softplus_is_the_identity_above_20_and_survives_large_negative_numbers():
@@ -227,6 +229,20 @@ def test_a_request_has_the_same_bits_in_any_batch_and_order(state_dtype, dtype, 
         for slot in part.state_batch_indices.tolist():
             for name in ("state", "x_cache", "B_cache", "dt_cache"):
                 assert torch.equal(as_bytes(getattr(part, name)[slot]), as_bytes(getattr(whole, name)[slot])), name
+
+
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES[1:])
+@pytest.mark.parametrize("rounds", [2, 10])
+def test_stochastic_states_have_the_noise_of_seed_and_slot(state_dtype, rounds):
+    call = random_ssu_call(live=(5, 8, 7), seq_len=4, window=8, state_dtype=state_dtype)
+    seed = (7 << 32) | 5
+    rounded = run(replace(call.clone(), options={"rand_seed": torch.tensor([seed]), "philox_rounds": rounds}))
+    exact = run(replace(call.clone(), state=decode(call.state, call.state_scale), state_scale=None))
+    for slot in call.state_batch_indices.tolist():
+        noise = noise_bits(seed, slot, tuple(call.state.shape[1:]), rounds)
+        codes, scale = encode(exact.state[slot], state_dtype, noise)
+        assert torch.equal(as_bytes(rounded.state[slot]), as_bytes(codes))
+        assert scale is None or torch.equal(rounded.state_scale[slot], scale)
 
 
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES)

@@ -130,9 +130,9 @@ def state_traffic(
     """Bytes of state and ring that a step has to move: ordinary decoding, snapshots, replay.
 
     With S the bytes of a state, r those of a ring row, T tokens a step of which ``a`` are kept on average and a window
-    W: the live rows grow from about (a+1)/2 to W-T+1 between two flushes, so that a share
-    ``f = a / (W - T + (a+1)/2)`` of the steps flushes, and a step moves ``S (1 + f) + r (T + (W-T)/2)``. Ordinary
-    decoding moves 2 S a token, snapshots S (1 + T) a step.
+    W: the live rows grow from about (a+1)/2 to W-T+1 between two flushes, so that a share ``f = a / (W - T + (a+1)/2)``
+    of the steps flushes, all of them at most, and a step moves ``S (1 + f) + r (T + (W-T)/2)``. Ordinary decoding moves
+    2 S a token, snapshots S (1 + T) a step.
 
     Args:
         layers: sizes of every layer.
@@ -155,7 +155,7 @@ def state_traffic(
     if not 1 <= mean_accepted <= num_tokens:
         raise ValueError(f"mean_accepted: expected 1 <= mean_accepted <= num_tokens={num_tokens}, got {mean_accepted}")
     state, row = _state_and_row(layers, state_dtype, activation_dtype)
-    flush_rate = mean_accepted / (window - num_tokens + (mean_accepted + 1) / 2)
+    flush_rate = min(1.0, mean_accepted / (window - num_tokens + (mean_accepted + 1) / 2))
     return StateTraffic(
         ordinary=2.0 * state,
         snapshots=float(state * (1 + num_tokens)),
