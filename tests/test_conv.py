@@ -203,11 +203,16 @@ def test_one_request_with_nan_does_not_touch_another():
     assert bool(out[1].isnan().all())
 
 
-def test_padding_of_an_allocated_output_is_zero():
+@pytest.mark.parametrize("pad", [-1, -3, -(2**31)])  # -3 would be a slot, counted from the end
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_padding_of_an_allocated_output_is_zero(pad, dtype):
     case = make(batch=3)
-    out = causal_conv1d_replay(**case, state_batch_indices=torch.tensor([-1, 2, -1]))
+    before = case["rows"].clone()
+    out = causal_conv1d_replay(**case, state_batch_indices=torch.tensor([pad, 1, pad], dtype=dtype))
     assert bool((out[[0, 2]] == 0).all())
     assert bool((out[1] != 0).any())
+    others = [0, 2, 3, 4]
+    assert torch.equal(case["rows"][others], before[others])
 
 
 @pytest.mark.parametrize("lengths", [[2, 4, 0, 1], [3, 3, 3, 3], [0, 0, 4, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
