@@ -105,7 +105,7 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
         "--seed", type=_number(int, 0), default=0, metavar="N", help="the same seed gives the same text (default: 0)"
     )
     compute = generate.add_argument_group("computation")
-    compute.add_argument("--device", default="cpu", help="torch device (default: cpu, the only one supported so far)")
+    compute.add_argument("--device", default="cpu", help="torch device, cpu or cuda (default: cpu)")
     compute.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
