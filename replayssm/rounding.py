@@ -131,7 +131,7 @@ def noise_bits(seed: int, slot: int, shape: tuple[int, int, int], rounds: int = 
         rounds: Philox rounds, at least 1.
 
     Returns:
-        int64 ``[nheads, headdim, dstate]``, values ``0..65535``.
+        int64 ``[nheads, headdim, dstate]`` on the CPU, values ``0..65535``.
 
     Example:
         >>> tuple(noise_bits(seed=1, slot=0, shape=(2, 3, 5)).shape)
@@ -139,9 +139,8 @@ def noise_bits(seed: int, slot: int, shape: tuple[int, int, int], rounds: int = 
     """
     nheads, rows, columns = shape
     calls = -(-columns // _COLUMNS_PER_CALL)
-    head = torch.arange(nheads).view(-1, 1, 1)
-    row = torch.arange(rows).view(1, -1, 1)
-    counter = (torch.tensor(slot), head, row, torch.arange(calls))
+    head, row, call = (torch.arange(size, device="cpu") for size in (nheads, rows, calls))
+    counter = (torch.tensor(slot, device="cpu"), head.view(-1, 1, 1), row.view(1, -1, 1), call)
     words = torch.stack(philox4x32(counter, (seed & _WORD, (seed >> 32) & _WORD), rounds), dim=-1)
     halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
     return halves.view(nheads, rows, calls * _COLUMNS_PER_CALL)[..., :columns]

@@ -381,3 +381,12 @@ def test_a_layout_that_passed_does_not_hide_one_that_is_wrong():
     for wrong in ({"activation": "relu"}, {"x": case["x"].half()}, {"x": strided}, {"bias": [0.0] * CHANNELS}):
         with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
             causal_conv1d_replay(**(copied(case) | wrong))
+
+
+def test_a_default_device_that_the_caller_has_set_changes_nothing():
+    case = make(tokens=9, conv_len=17)  # sizes of no other test
+    first, second = copied(case), copied(case)
+    with torch.device("meta"):
+        out = causal_conv1d_replay(**first)
+    assert torch.equal(out, causal_conv1d_replay(**second))
+    assert torch.equal(first["rows"], second["rows"])

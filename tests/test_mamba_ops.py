@@ -170,3 +170,14 @@ def test_cached_checks_do_not_let_another_layout_pass():
     for _ in range(2):
         with pytest.raises(ValueError, match="x: expected axes"):
             checkpointing_ssu(**wrong.arguments())
+
+
+def test_a_default_device_that_the_caller_has_set_changes_nothing():
+    call = random_ssu_call(live=(13, 7), seq_len=11, window=23, state_dtype=torch.int8)  # sizes of no other test
+    first, second = call.clone(), call.clone()
+    seed = {"rand_seed": torch.tensor([5])}
+    with torch.device("meta"):
+        checkpointing_ssu(**first.arguments(), **seed)
+    checkpointing_ssu(**second.arguments(), **seed)
+    assert all(torch.equal(a, b) for a, b in zip(first.memory().values(), second.memory().values(), strict=True))
+    assert first.out.isfinite().all()

@@ -103,9 +103,10 @@ def _window_rows(conv_len: int, width: int, length: int) -> tuple[Tensor, Tensor
     Returns:
         int64 ``[conv_len, length * width]`` and ``[conv_len, length]``.
     """
-    start = torch.arange(conv_len).view(-1, 1, 1)
-    token = torch.arange(length).view(-1, 1)
-    windows = (start + token + torch.arange(width)) % conv_len
+    # Named, because the table outlives a default device that the caller may have set.
+    start = torch.arange(conv_len, device="cpu").view(-1, 1, 1)
+    token = torch.arange(length, device="cpu").view(-1, 1)
+    windows = (start + token + torch.arange(width, device="cpu")) % conv_len
     return windows.flatten(1), windows[:, :, -1].contiguous()
 
 

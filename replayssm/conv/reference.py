@@ -34,7 +34,7 @@ def causal_conv1d_replay(
         start = int(conv_start[slot])
         for i in range(tokens.shape[0]):
             rows[slot, (start + width - 1 + i) % conv_len] = tokens[i]
-            total = torch.zeros(x.shape[2], dtype=torch.float64) if bias is None else bias.double()
+            total = torch.zeros(x.shape[2], dtype=torch.float64, device="cpu") if bias is None else bias.double()
             for tap in range(width):
                 total = total + rows[slot, (start + i + tap) % conv_len].double() * weight[:, tap].double()
             outputs[i] = total * torch.sigmoid(total) if activation == "silu" else total

@@ -81,7 +81,7 @@ def fold(state: Tensor, x: Tensor, B: Tensor, dt: Tensor, A: Tensor) -> Tensor:
 @cache
 def _future(T: int, k: int) -> Tensor:
     """Mask ``[T, k + T]``: row j comes after new token t."""
-    return torch.ones(T, k + T, dtype=torch.bool).triu_(k + 1)
+    return torch.ones(T, k + T, dtype=torch.bool, device="cpu").triu_(k + 1)
 
 
 def score(state: Tensor, scale: Tensor | None, x: Tensor, B: Tensor, C: Tensor, dt: Tensor, A: Tensor) -> Tensor:
