@@ -194,15 +194,15 @@ def test_only_selected_requests_in_any_order_and_the_list_ends_at_the_first_nega
     materialize(calls, [999] * 4, [999] * 4, src, dst, active=[])
 
 
-@pytest.mark.parametrize("pad_slot_id", [-1, 2])
+@pytest.mark.parametrize(("pad_slot_id", "pad"), [(-1, -1), (-1, -2), (2, 2), (2, -2)])
 @pytest.mark.parametrize("side", ["src", "dst"])
-def test_padding_skips_one_layer_of_a_request(pad_slot_id, side):
+def test_padding_skips_one_layer_of_a_request(pad_slot_id, pad, side):
     calls, starts = make_layers((7,), layers=3)
     src, dst = slots_of(calls), free_slots(calls, 1)
     for column in (src, dst):  # keep the pad's number out of the way
         for row in column:
             row[0] = next(s for s in (row[0], 0, 1, 3) if s != pad_slot_id)
-    (src if side == "src" else dst)[1][0] = pad_slot_id
+    (src if side == "src" else dst)[1][0] = pad
     if pad_slot_id == 2:
         dst[0][0], dst[2][0] = (next(s for s in (0, 1, 3) if s != src[layer][0]) for layer in (0, 2))
     before = [call.memory()["state"] for call in calls]

@@ -164,13 +164,13 @@ def test_out_is_allocated_when_absent():
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("pad", [-1, -7, 2])
+@pytest.mark.parametrize("pad", [-1, -3, -(2**31), 2])  # -3 would be a slot, counted from the end
 def test_padding_touches_nothing(pad):
     call = random_ssu_call(live=(3, -1, 6), seq_len=3, window=6)
     indices = call.state_batch_indices.clone()
     used = set(indices.tolist())
     indices[1] = pad if pad < 0 else next(slot for slot in range(6) if slot not in used)
-    call = replace(call, state_batch_indices=indices, options={"pad_slot_id": int(indices[1])})
+    call = replace(call, state_batch_indices=indices, options={} if pad < 0 else {"pad_slot_id": int(indices[1])})
     after = run(call.clone())
     expected = run(replace(call, state_batch_indices=indices.clone().index_fill_(0, torch.tensor(1), -1)).clone())
     assert after.out[1].isnan().all()
