@@ -24,9 +24,11 @@ def define(schema: str, function: Callable[..., None]) -> Callable[..., None]:
         function: the implementation for every device. It takes the schema's arguments by position.
 
     Returns:
-        A callable with positional arguments in the schema's order. Nothing it does is recorded by autograd.
+        A callable with positional arguments in the schema's order. Nothing it does is recorded by autograd or cast by
+        autocast.
     """
     name = schema.split("(", 1)[0]
+    function = _without_autocast(function)
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"replayssm::{name}", lambda *_: None, lib=_LIBRARY)
@@ -40,6 +42,20 @@ def define(schema: str, function: Callable[..., None]) -> Callable[..., None]:
                 function(*args)
 
     return call
+
+
+def _without_autocast(function: Callable[..., None]) -> Callable[..., None]:
+    """The function, whose matrix products keep their precision where the caller has autocast on."""
+
+    def run(*args: Any) -> None:
+        device = args[0].device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                function(*args)
+        else:
+            function(*args)
+
+    return run
 
 
 def _is_traced(tensor: torch.Tensor) -> bool:

@@ -181,3 +181,12 @@ def test_a_default_device_that_the_caller_has_set_changes_nothing():
     checkpointing_ssu(**second.arguments(), **seed)
     assert all(torch.equal(a, b) for a, b in zip(first.memory().values(), second.memory().values(), strict=True))
     assert first.out.isfinite().all()
+
+
+def test_autocast_changes_no_bit():
+    call = finite_call()
+    plain, cast = call.clone(), call.clone()
+    checkpointing_ssu(**plain.arguments())
+    with torch.autocast("cpu", torch.bfloat16):
+        checkpointing_ssu(**cast.arguments())
+    assert all(torch.equal(a, b) for a, b in zip(cast.memory().values(), plain.memory().values(), strict=True))
