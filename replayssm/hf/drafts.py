@@ -143,19 +143,24 @@ class CallableDrafter:
         """See Drafter.
 
         Raises:
-            ValueError: the function returned too many tokens, a wrong shape, or an id outside the vocabulary.
+            ValueError: the function returned something else than numbers, too many tokens, a wrong shape, or an id
+                outside the vocabulary.
         """
         return [self._ask(row, limit) if limit else [] for row, limit in zip(rows, limits, strict=True)]
 
     def _ask(self, row: int, limit: int) -> list[int]:
-        answer = torch.as_tensor(self._function(torch.tensor(self._rows[row]), limit))
+        given = self._function(torch.tensor(self._rows[row]), limit)
+        try:
+            answer = torch.as_tensor(given)
+            tokens = answer.tolist()
+        except (RuntimeError, TypeError, ValueError) as error:  # no numbers, a ragged list, a tensor without data
+            raise ValueError(f"draft: expected 1-D token ids (an empty tensor for none), got {given!r}") from error
         if answer.dim() != 1 or answer.shape[0] > limit:
             raise ValueError(
                 f"draft: expected 1-D token ids, at most num_tokens={limit} of them, got shape {list(answer.shape)}"
             )
-        if answer.numel() and (answer.is_floating_point() or answer.dtype == torch.bool):
+        if answer.numel() and (answer.is_floating_point() or answer.is_complex() or answer.dtype == torch.bool):
             raise ValueError(f"draft: expected integer token ids, got {answer.dtype}")
-        tokens = [int(token) for token in answer.tolist()]
         for token in tokens:
             if not 0 <= token < self._vocab_size:
                 raise ValueError(f"draft: expected token ids in 0..{self._vocab_size - 1}, got {token} for row {row}")

@@ -5,17 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from types import FrameType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
 
-from replayssm.checks import check_range
-from replayssm.hf.attach import attached
+from replayssm.checks import check_integer, check_range
+from replayssm.hf.attach import attached, check_model
 from replayssm.hf.draft_model import ModelDrafter
 from replayssm.hf.drafts import CallableDrafter, Drafter, DraftFunction, LookupDrafter, NoDrafts
 from replayssm.hf.loop import Decoder
+from replayssm.hf.options import callables, check_mode, check_seed, check_streamer, integers, numbers_of_requests
 from replayssm.hf.prompts import join, strip_padding
 from replayssm.hf.sampling import Greedy, Gumbel
 from replayssm.hf.stats import GenerationStats
@@ -41,8 +43,8 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
-    request_ids: Sequence[int] | None = None,
-    eos_token_id: int | Sequence[int] | None = None,
+    request_ids: Sequence[int] | Tensor | None = None,
+    eos_token_id: int | Sequence[int] | Tensor | None = None,
     pad_token_id: int | None = None,
     logits_processor: LogitsProcessorList | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
@@ -58,8 +60,8 @@ def generate(
     Args:
         model: a causal LM of a supported family.
         input_ids: int64 ``[batch, length]``.
-        attention_mask: ``[batch, length]``, zero at padding, which may lie on either side and does not influence the
-            text. None: no padding.
+        attention_mask: ``[batch, length]``, 1 at tokens and 0 at padding, which may lie on either side and does not
+            influence the text. None: no padding.
         draft: ``"lookup"`` (what followed the newest repetition of the row's last tokens), None (no drafts), or a
             callable ``(token_ids, num_tokens) -> token_ids``: it gets a row's ids, 1-D, and may return up to
             ``num_tokens`` ids as a 1-D tensor.
@@ -70,9 +72,9 @@ def generate(
         temperature: divides the logits when drawing.
         top_k: draw from the k most likely tokens only.
         top_p: draw from the most likely tokens that together hold this probability.
-        seed: with a request id and a position it fixes what is drawn.
-        request_ids: one number >= 0 per row that names its text; 0, 1, ... by default. A row draws the same tokens in
-            any batch under the same id.
+        seed: with a request id and a position it fixes what is drawn, 0..2^64-1.
+        request_ids: one number in 0..2^32-1 per row that names its text; 0, 1, ... by default. A row draws the same
+            tokens in any batch under the same id.
         eos_token_id: one or several ids that end a row. None: those of ``model.generation_config``; an empty sequence:
             none.
         pad_token_id: fills rows that ended early. None: that of the model, else the first end token, else 0.
@@ -90,7 +92,7 @@ def generate(
         ``[batch, length + new]`` in the dtype of ``input_ids``: the input unchanged, then the new tokens, then padding.
 
     Raises:
-        TypeError: not a transformers model, or a draft that is neither a name nor a callable.
+        TypeError: not a transformers model, or an option of the wrong type.
         ValueError: an unsupported model or option; the message says what is supported.
         NotImplementedError: a device without our ops.
 
@@ -105,21 +107,29 @@ def generate(
         >>> tuple(ids.shape), stats.new_tokens
         ((1, 10), 6)
     """
-    config = model.generation_config if isinstance(model, PreTrainedModel) else None
-    ends = _end_tokens(eos_token_id if eos_token_id is not None else getattr(config, "eos_token_id", None))
+    config = getattr(model, "generation_config", None)
+    if eos_token_id is None:
+        eos_token_id = getattr(config, "eos_token_id", None)
+    ends = frozenset(() if eos_token_id is None else integers("eos_token_id", eos_token_id))
     if pad_token_id is None:
         pad_token_id = getattr(config, "pad_token_id", None)
+    if pad_token_id is not None:
+        check_integer("pad_token_id", pad_token_id)
     rules = Rules(
         max_new_tokens=max_new_tokens,
         end_tokens=ends,
-        processors=LogitsProcessorList(logits_processor or []),
-        criteria=StoppingCriteriaList(stopping_criteria or []),
+        processors=LogitsProcessorList(callables("logits_processor", logits_processor)),
+        criteria=StoppingCriteriaList(callables("stopping_criteria", stopping_criteria)),
     )
+    if not isinstance(do_sample, bool):
+        raise TypeError(f"do_sample: expected a bool, got {do_sample!r} of type {type(do_sample).__name__}")
+    check_seed(seed)
     sampler = Gumbel(seed, temperature, top_k, top_p) if do_sample else Greedy()
     if not do_sample and (temperature != 1.0 or top_k is not None or top_p is not None):
         raise ValueError(
             "temperature, top_k and top_p need do_sample=True; greedy decoding takes the most likely token"
         )
+    check_streamer(streamer)
     if streamer is not None and isinstance(input_ids, Tensor):
         streamer.put(input_ids.cpu())
     sequences, stats = _run(
@@ -149,7 +159,7 @@ def custom_generate(
     draft_model: PreTrainedModel | None = None,
     num_draft_tokens: int = 4,
     seed: int = 0,
-    request_ids: Sequence[int] | None = None,
+    request_ids: Sequence[int] | Tensor | None = None,
     window: int = 16,
     return_stats: bool = False,
     **model_kwargs: Any,
@@ -182,13 +192,15 @@ def custom_generate(
     Raises:
         ValueError: an option that is not supported, as for ``generate``.
     """
+    check_model(model)
     _check_config(generation_config, model_kwargs)
+    check_seed(seed)
     lengths = [criterion.max_length for criterion in stopping_criteria if isinstance(criterion, MaxLengthCriteria)]
     ends = generation_config._eos_token_tensor
     pad = generation_config._pad_token_tensor
     rules = Rules(
         max_new_tokens=min(lengths, default=generation_config.max_length) - input_ids.shape[1],
-        end_tokens=frozenset() if ends is None else _end_tokens(ends.tolist()),
+        end_tokens=frozenset(() if ends is None else integers("eos_token_id", ends)),
         processors=LogitsProcessorList(logits_processor),
         criteria=StoppingCriteriaList(
             criterion
@@ -208,7 +220,7 @@ def custom_generate(
         request_ids=request_ids,
         rules=rules,
         pad_token_id=0 if pad is None else int(pad),
-        streamer=_streamer_of_caller(),
+        streamer=_streamer_of_caller(model),
         window=window,
     )
     result: Any = sequences
@@ -217,24 +229,22 @@ def custom_generate(
     return (result, stats) if return_stats else result
 
 
-def _streamer_of_caller() -> Any:
+def _streamer_of_caller(model: PreTrainedModel) -> Any:
     """The streamer given to ``model.generate``.
 
     transformers puts the prompt into it but does not pass it on to a custom callable, so a reader of it would wait for
-    ever; it is a local variable of the calling frame.
+    ever; it is a local variable of the calling frame, or of one further out when the callable was wrapped.
     """
-    frame = sys._getframe(2)
-    return frame.f_locals.get("streamer") if frame.f_code.co_name == "generate" else None
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "generate" and frame.f_locals.get("self") is model:
+            return frame.f_locals.get("streamer")
+        frame = frame.f_back
+    return None
 
 
 def _check_config(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    if (config.num_beams or 1) > 1:
-        raise ValueError(
-            f"num_beams: expected 1, got {config.num_beams}; beam search is not supported, greedy and sampling are"
-        )
-    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
-        if getattr(config, name, None):
-            raise ValueError(f"{name}: not supported with custom_generate; sequences and return_stats=True are")
+    check_mode(config)
     cache = next((model_kwargs[n] for n in ("cache", "cache_params", "past_key_values") if n in model_kwargs), None)
     if cache is not None and len(cache) and cache.has_previous_state():
         raise ValueError("cache: expected none or an empty one; a generation starts from the whole prompt's token ids")
@@ -247,12 +257,6 @@ def _check_config(config: GenerationConfig, model_kwargs: dict[str, Any]) -> Non
         )
 
 
-def _end_tokens(ids: int | Sequence[int] | None) -> frozenset[int]:
-    if ids is None:
-        return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else [int(each) for each in ids])
-
-
 def _run(
     model: PreTrainedModel,
     input_ids: Tensor,
@@ -262,7 +266,7 @@ def _run(
     draft_model: PreTrainedModel | None,
     num_draft_tokens: int,
     sampler: Greedy | Gumbel,
-    request_ids: Sequence[int] | None,
+    request_ids: Sequence[int] | Tensor | None,
     rules: Rules,
     pad_token_id: int,
     streamer: Any,
@@ -277,9 +281,7 @@ def _run(
         prompts = strip_padding(input_ids, attention_mask, vocab_size)
         if streamer is not None and len(prompts) > 1:
             raise ValueError(f"streamer: expected a batch of one row, got {len(prompts)}")
-        requests = list(range(len(prompts))) if request_ids is None else [int(number) for number in request_ids]
-        if len(requests) != len(prompts) or min(requests) < 0:
-            raise ValueError(f"request_ids: expected {len(prompts)} numbers >= 0, one per row, got {requests}")
+        requests = numbers_of_requests(request_ids, len(prompts))
         drafter = _drafter(draft, draft_model, vocab_size, sampler, requests, num_draft_tokens, window)
         stack.callback(drafter.close)
         new, stats = Decoder(
@@ -320,6 +322,8 @@ def _drafter(
         return NoDrafts()
     if draft == "lookup":
         return LookupDrafter()
+    if isinstance(draft, nn.Module):
+        raise TypeError(f"draft: expected 'lookup', None or a callable, got {type(draft).__name__}; see draft_model")
     if callable(draft):
         return CallableDrafter(draft, vocab_size)
     if isinstance(draft, str):

@@ -17,6 +17,9 @@ from replayssm.hf.sampling import Greedy, Gumbel
 from replayssm.hf.stats import GenerationStats
 from replayssm.hf.stopping import Rules
 
+# New tokens that a row has room for at first; a round adds no more than this.
+_ROOM = 64
+
 
 class _Rows:
     """The text of every row, and on demand as the tensors that processors and criteria want.
@@ -34,7 +37,7 @@ class _Rows:
         self._ids: list[Tensor] = []
         if rules.per_token:
             for text, width in zip(self.texts, self._widths, strict=True):
-                ids = torch.full((1, width + self._max_new), pad_token_id, dtype=torch.int64, device=device)
+                ids = torch.full((1, width + _ROOM), pad_token_id, dtype=torch.int64, device=device)
                 ids[0, width - len(text) : width] = torch.tensor(text)
                 self._ids.append(ids)
 
@@ -45,9 +48,7 @@ class _Rows:
     def tensor(self, row: int, new: Sequence[int]) -> Tensor:
         """int64 ``[1, length]``: the row, followed by tokens that are not part of the text yet."""
         end = self._widths[row] + len(self.texts[row]) - self.prompt_lens[row]
-        ids = self._ids[row]
-        if new:
-            ids[0, end : end + len(new)] = torch.tensor(new)
+        ids = self._write(row, end, new)
         # A copy: processors and criteria may keep what they are given.
         return ids[:, : end + len(new)].clone()
 
@@ -55,8 +56,17 @@ class _Rows:
         """Make tokens part of the text."""
         if self._ids:
             end = self._widths[row] + len(self.texts[row]) - self.prompt_lens[row]
-            self._ids[row][0, end : end + len(new)] = torch.tensor(new)
+            self._write(row, end, new)
         self.texts[row].extend(new)
+
+    def _write(self, row: int, end: int, new: Sequence[int]) -> Tensor:
+        """Put tokens behind column ``end``; the room doubles as texts grow, whatever ``max_new_tokens`` allows."""
+        ids = self._ids[row]
+        if end + len(new) > ids.shape[1]:
+            ids = self._ids[row] = torch.cat([ids, torch.empty_like(ids)], dim=1)
+        if new:
+            ids[0, end : end + len(new)] = torch.tensor(new)
+        return ids
 
 
 class Decoder:

@@ -15,23 +15,28 @@ def strip_padding(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: 
 
     Args:
         input_ids: int64 or int32 ``[batch, length]``.
-        attention_mask: the same shape, nonzero where there is a token; the zeros of a row lie on its left, on its
+        attention_mask: the same shape, 1 where there is a token; the zeros of a row lie on its left, on its
             right, or on both sides. None: no padding.
         vocab_size: ids of tokens must lie below.
 
     Raises:
-        ValueError: wrong shape or dtype, an empty row, a hole in a row, or an id outside the vocabulary.
+        ValueError: wrong shape or dtype, an empty row, a mask of other values than 0 and 1, a hole in a row, or an id
+            outside the vocabulary.
     """
     sizes: dict[str, int] = {}
     check_shape("input_ids", input_ids, "batch length", sizes)
     check_dtype("input_ids", input_ids, torch.int64, torch.int32)
+    if input_ids.is_meta:
+        raise ValueError("input_ids: expected token ids, got a tensor on device 'meta', which holds none")
     if not sizes["batch"]:
         raise ValueError("input_ids: expected at least one row, got none")
     rows = input_ids.tolist()
     masks: list[list[int]] = [[1] * sizes["length"]] * sizes["batch"]
     if attention_mask is not None:
         check_shape("attention_mask", attention_mask, "batch length", sizes)
-        masks = (attention_mask != 0).int().tolist()
+        if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
+            raise ValueError("attention_mask: expected 1 at tokens and 0 at padding, got another value")
+        masks = attention_mask.int().tolist()
     prompts = []
     for number, (row, mask) in enumerate(zip(rows, masks, strict=True)):
         if 1 not in mask:

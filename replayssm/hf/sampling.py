@@ -8,11 +8,14 @@ the model's own and the text is the same with and without drafts, alone and in a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
 
+from replayssm.checks import check_integer
 from replayssm.rounding import philox4x32
 
 # Fourth counter word: keeps this stream apart from other uses of the same generator under the same seed.
@@ -66,7 +69,7 @@ class Gumbel:
 
     Attributes:
         seed: key of the noise.
-        temperature: > 0.
+        temperature: > 0, finite.
         top_k: keep the k most likely tokens (all that tie with the k-th one), None for all.
         top_p: keep the most likely tokens while those before them hold less than this probability, None for all.
     """
@@ -77,13 +80,18 @@ class Gumbel:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.temperature > 0:
+        for name, value in (("temperature", self.temperature), ("top_p", self.top_p)):
+            if isinstance(value, bool) or not (isinstance(value, Real) or (value is None and name == "top_p")):
+                raise TypeError(f"{name}: expected a number, got {value!r} of type {type(value).__name__}")
+        if not 0 < self.temperature < math.inf:
             raise ValueError(
-                f"temperature: expected a number > 0 (for the most likely token set do_sample=False), "
+                f"temperature: expected a finite number > 0 (for the most likely token set do_sample=False), "
                 f"got {self.temperature}"
             )
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k: expected a number >= 1 or None, got {self.top_k}")
+        if self.top_k is not None:
+            check_integer("top_k", self.top_k)
+            if self.top_k < 1:
+                raise ValueError(f"top_k: expected a number >= 1 or None, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: expected 0 < top_p <= 1 or None, got {self.top_p}")
 

@@ -315,6 +315,18 @@ def test_mask_of_another_shape():
         hf.generate(shared_model(), IDS, attention_mask=torch.ones(2, 5))
 
 
+@pytest.mark.parametrize("fill", [2.0, -1.0, float("nan"), float("-inf")])
+def test_a_mask_holds_ones_and_zeros(fill):
+    mask = torch.tensor([[fill, 1, 1, 1, 1, 1], [1.0] * 6])
+    with pytest.raises(ValueError, match="attention_mask: expected 1 at tokens and 0 at padding, got another value"):
+        hf.generate(shared_model(), IDS, attention_mask=mask)
+
+
+def test_ids_without_data():
+    with pytest.raises(ValueError, match="input_ids: expected token ids, got a tensor on device 'meta'"):
+        hf.generate(shared_model(), IDS.to("meta"))
+
+
 @pytest.mark.parametrize("shape", [(24, 90), (33, 57), (40, 301)])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("threads", [1, 2])

@@ -208,6 +208,12 @@ def test_slots_are_freed_even_after_an_error(monkeypatch):
         (lambda t, n: torch.tensor([3, 61]), r"token ids in 0\.\.60, got 61 for row 0"),
         (lambda t, n: torch.tensor([-1]), r"token ids in 0\.\.60, got -1"),
         (lambda t, n: torch.tensor([0.5]), r"integer token ids, got torch\.float32"),
+        (lambda t, n: torch.tensor([1j]), r"integer token ids, got torch\.complex64"),
+        (lambda t, n: None, r"draft: expected 1-D token ids \(an empty tensor for none\), got None"),
+        (lambda t, n: "ab", "1-D token ids .*, got 'ab'"),
+        (lambda t, n: [[1], [2, 3]], "1-D token ids .*, got "),
+        (lambda t, n: [2**70], "1-D token ids .*, got "),
+        (lambda t, n: torch.zeros(2, dtype=torch.int64, device="meta"), "1-D token ids .*, got .*meta"),
     ],
 )
 def test_bad_drafts_are_named(draft, message):

@@ -3,9 +3,13 @@
 import pytest
 import torch
 from tiny_mamba2 import cache_name, fresh_model, greedy_text, make_prompts, oracle, pad, shared_model
+from torch import nn
 from transformers import (
     DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
     LogitsProcessor,
+    MaxLengthCriteria,
     MaxTimeCriteria,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -24,7 +28,8 @@ def right(name, prompts):
 
 def run(prompts, **options):
     ids, mask = pad(prompts)
-    out = hf.generate(shared_model(), ids, attention_mask=mask, pad_token_id=0, max_new_tokens=COUNT, **options)
+    options = {"pad_token_id": 0, "max_new_tokens": COUNT, **options}
+    out = hf.generate(shared_model(), ids, attention_mask=mask, **options)
     return [row[ids.shape[1] :].tolist() for row in out]
 
 
@@ -178,6 +183,9 @@ def test_custom_generate_samples_as_generate_does():
         (dict(draft="ngram"), "draft: expected 'lookup', None or a callable"),
         (dict(output_attentions=True, return_dict_in_generate=True), "output_attentions: not supported"),
         (dict(inputs_embeds=torch.zeros(1, 2, 24)), "inputs_embeds"),
+        (dict(penalty_alpha=0.6, top_k=4), "contrastive search: not supported by custom_generate; greedy and sampling"),
+        (dict(dola_layers="low"), "dola generation: not supported"),
+        (dict(force_words_ids=[[3]]), "constrained beam search: not supported"),
     ],
 )
 def test_custom_generate_refuses(options, message):
@@ -203,3 +211,55 @@ def test_a_used_cache_is_refused():
         model(torch.tensor([[3, 4]]), **{cache_name(model): cache})
     with pytest.raises(ValueError, match="cache: expected none or an empty one"):
         through_generate(make_prompts("biases", (5,)), max_new_tokens=4, **{cache_name(model): cache})
+
+
+def test_models_without_recurrent_layers_are_refused_by_custom_generate():
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=37, n_embd=16, n_layer=1, n_head=2, n_positions=32))
+    with pytest.raises(ValueError, match="has no recurrent layers to replay; supported are"):
+        model.generate(torch.tensor([[3, 4]]), max_new_tokens=4, custom_generate=hf.custom_generate)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(logits_processor=lambda ids, scores: scores), "logits_processor: expected a list of callables.*function"),
+        (dict(stopping_criteria=MaxLengthCriteria(9)), "stopping_criteria: expected a list .*, got MaxLengthCriteria"),
+        (dict(streamer=[]), "streamer: expected an object with put and end, got list"),
+        (dict(eos_token_id="x"), "eos_token_id: expected an int or several, got 'x' of type str"),
+        (dict(pad_token_id="x"), "pad_token_id: expected an int, got 'x' of type str"),
+        (dict(do_sample="yes"), "do_sample: expected a bool, got 'yes' of type str"),
+        (dict(draft=nn.Linear(2, 3)), "draft: expected 'lookup', None or a callable, got Linear; see draft_model"),
+    ],
+)
+def test_options_of_the_wrong_type(options, message):
+    with pytest.raises(TypeError, match=message):
+        hf.generate(shared_model(), torch.tensor([[3, 4]]), **options)
+
+
+def test_one_end_token_in_a_tensor():
+    (prompt,) = make_prompts("biases", (6,))
+    end = greedy_text("biases", prompt, COUNT)[2]
+    for ids in (torch.tensor(end), torch.tensor([end, 60]), [end]):
+        assert run([prompt], eos_token_id=ids)[0] == run([prompt], eos_token_id=end)[0]
+
+
+def test_text_grows_past_what_was_made_room_for_and_the_limit_costs_nothing():
+    (prompt,) = make_prompts("biases", (6,))
+    # A buffer for as many tokens as are allowed would take 8 TB.
+    out = run([prompt], stopping_criteria=[MaxLengthCriteria(6 + 150)], max_new_tokens=10**12)
+    assert out[0] == run([prompt], max_new_tokens=150)[0]
+
+
+def test_streamer_is_found_when_the_callable_is_wrapped():
+    (prompt,), streamer = make_prompts("biases", (6,)), Collector()
+
+    def wrapped(model, input_ids, logits_processor, stopping_criteria, generation_config, **options):
+        return hf.custom_generate(
+            model, input_ids, logits_processor, stopping_criteria, generation_config, draft=None, **options
+        )
+
+    shared_model().generate(
+        torch.tensor([prompt]), max_new_tokens=5, do_sample=False, streamer=streamer, custom_generate=wrapped
+    )
+    assert streamer.pieces == [[prompt]] + [[t] for t in greedy_text("biases", prompt, 5)]
+    assert streamer.ended == 1

@@ -71,15 +71,22 @@ def test_ties_take_the_smallest_id():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(temperature=0.0), r"temperature: expected a number > 0 .*do_sample=False.*got 0"),
+        (dict(temperature=0.0), r"temperature: expected a finite number > 0 .*do_sample=False.*got 0"),
         (dict(temperature=-1.0), "got -1"),
+        (dict(temperature=float("inf")), "got inf"),
+        (dict(temperature="1"), "temperature: expected a number, got '1' of type str"),
+        (dict(top_k=2.5), r"top_k: expected an int, got 2\.5 of type float"),
+        (dict(top_p="1"), "top_p: expected a number, got '1' of type str"),
+        (dict(seed=-1), r"seed: expected 0 <= seed <= 18446744073709551615, got -1"),
+        (dict(seed=2**64), r"seed: .* got 18446744073709551616"),
+        (dict(seed=None), "seed: expected an int, got None"),
         (dict(top_k=0), r"top_k: expected a number >= 1 or None, got 0"),
         (dict(top_p=0.0), r"top_p: expected 0 < top_p <= 1 or None, got 0"),
         (dict(top_p=1.5), "got 1.5"),
     ],
 )
 def test_wrong_options(options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         hf.generate(shared_model(), torch.tensor([[3]]), do_sample=True, **options)
 
 
@@ -127,10 +134,15 @@ def test_a_draft_model_uses_the_same_noise():
     assert stats.accept_rate == 1.0  # the draft model is the model itself
 
 
-@pytest.mark.parametrize("ids", [[0], [0, 1, 2], [-1, 0]])
+@pytest.mark.parametrize("ids", [[0], [0, 1, 2], [-1, 0], [0, 2**32]])
 def test_request_ids_are_checked(ids):
-    with pytest.raises(ValueError, match=r"request_ids: expected 2 numbers >= 0, one per row, got"):
+    with pytest.raises(ValueError, match=r"request_ids: expected 2 numbers in 0\.\.4294967295, one per row, got"):
         hf.generate(shared_model(), torch.tensor([[3], [4]]), request_ids=ids)
+
+
+def test_request_ids_are_integers():
+    with pytest.raises(TypeError, match=r"request_ids: expected an int or several, got \[0, 1\.5\] of type list"):
+        hf.generate(shared_model(), torch.tensor([[3], [4]]), request_ids=[0, 1.5])
 
 
 def test_sampling_options_without_sampling_are_refused():
