@@ -309,13 +309,16 @@ def test_strided_pools_and_trackers_equal_contiguous_ones(state_dtype):
     assert after.state.untyped_storage().nbytes() >= 3 * call.state.nbytes
 
 
-@pytest.mark.parametrize("seq_len", [1, 3])
-@pytest.mark.parametrize("dstate", [33, 64])
-def test_bits_depend_neither_on_where_memory_starts_nor_on_the_cursor(seq_len, dstate):
+@pytest.mark.parametrize(
+    ("nheads", "ngroups", "headdim", "dstate", "seq_len"),
+    [(8, 2, 8, 33, 1), (8, 2, 8, 64, 3), (8, 1, 8, 80, 1), (12, 3, 8, 7, 2), (2, 1, 1, 19, 1)],
+)
+def test_bits_depend_neither_on_where_memory_starts_nor_on_the_cursor(nheads, ngroups, headdim, dstate, seq_len):
     """Products are summed differently off the multiples of 16 bytes, where slots, rows and views may start."""
     call = random_ssu_call(
-        live=(12, 3, 5), seq_len=seq_len, window=12, nheads=8, ngroups=2, headdim=8, dstate=dstate, ring_start=(0, 1, 2)
-    )
+        live=(12, 3, 16, 12, 15), seq_len=seq_len, window=16, nheads=nheads, ngroups=ngroups, headdim=headdim,
+        dstate=dstate, ring_start=(0, 1, 2, 3, 4),
+    )  # fmt: skip
     expected = run(call.clone())
     slots, names = call.state_batch_indices, ("state", "x_cache", "B_cache", "dt_cache")
     for shift in (1, 2, 3):
