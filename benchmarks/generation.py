@@ -25,8 +25,8 @@ from transformers.utils import logging
 
 import replayssm.hf
 import replayssm.models
-from replayssm.cli.parser import LOOKUP_DRAFT
 from replayssm.cli.stream import Clock
+from replayssm.hf.drafts import MOST_LOOKUP_TOKENS
 
 OVER_TRANSFORMERS, OVER_PLAIN = 4.0, 1.5  # the targets for look-up drafts
 WAYS = ("transformers", "replay", "look-up")
@@ -35,7 +35,7 @@ WAYS = ("transformers", "replay", "look-up")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--num-draft-tokens", type=int, default=LOOKUP_DRAFT)
+    parser.add_argument("--num-draft-tokens", type=int, default=MOST_LOOKUP_TOKENS)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=20, help="held-out prompts beside the demo prompt")
     options = parser.parse_args()

@@ -86,6 +86,14 @@ def test_help_of_generate_shows_examples(capsys):
     assert "replayssm generate --compare" in capsys.readouterr().out
 
 
+def test_help_tells_the_draft_lengths_that_generation_takes(capsys):
+    from replayssm.hf.drafts import MOST_LOOKUP_TOKENS, MOST_OTHER_TOKENS
+
+    main(["generate", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"default: {MOST_LOOKUP_TOKENS} by look-up, {MOST_OTHER_TOKENS} from a model" in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from replayssm.cli.errors import UsageError
 from replayssm.cli.load import Loaded, load
-from replayssm.cli.parser import LOOKUP_DRAFT, MODEL_DRAFT
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,11 @@ class Result:
 def run(options: argparse.Namespace) -> int:
     """Generate, print and return the exit code."""
     _check(options)
-    if options.num_draft_tokens is None:
-        options.num_draft_tokens = LOOKUP_DRAFT if options.draft == "lookup" else MODEL_DRAFT
     loaded = load(options)
+    if options.num_draft_tokens is None:
+        from replayssm.hf.drafts import default_draft_tokens
+
+        options.num_draft_tokens = default_draft_tokens(options.draft)
     if options.compare:
         from replayssm.cli.compare import compare
 

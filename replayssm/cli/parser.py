@@ -18,9 +18,6 @@ examples:
   git diff | replayssm generate ./my-mamba2 --temperature 0.8 --seed 7 > answer.txt
 """
 
-# Looking up costs nothing, and a match decides how much of a long draft is used; measured in docs/log.md.
-LOOKUP_DRAFT, MODEL_DRAFT = 11, 4
-
 DRAFT_HELP = """\
 where draft tokens come from: 'lookup' (what followed the same words earlier in the text), 'none' (no speculation), or
 the path or id of a smaller model with the same tokenizer (default: lookup)"""
@@ -90,7 +87,7 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
         "--num-draft-tokens",
         type=_number(int, 1, 63),
         metavar="N",
-        help=f"longest draft, 1..63 (default: {LOOKUP_DRAFT} by look-up, {MODEL_DRAFT} from a model)",
+        help="longest draft, 1..63 (default: 11 by look-up, 4 from a model)",
     )
     sampling = generate.add_argument_group("text")
     sampling.add_argument(

@@ -14,6 +14,14 @@ from torch import Tensor
 
 DraftFunction = Callable[[Tensor, int], Tensor]
 
+# Look-up drafts are as long as the match deserves, so their limit may be long; others pay for every token they propose.
+MOST_LOOKUP_TOKENS, MOST_OTHER_TOKENS = 11, 4
+
+
+def default_draft_tokens(draft: object) -> int:
+    """Longest draft where the caller names none: 11 by look-up, 4 from a model or a callable."""
+    return MOST_LOOKUP_TOKENS if draft == "lookup" else MOST_OTHER_TOKENS
+
 
 class Drafter(Protocol):
     """What the decoding loop asks of a source of drafts."""

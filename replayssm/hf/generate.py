@@ -15,7 +15,7 @@ from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput,
 from replayssm.checks import check_integer, check_range
 from replayssm.hf.attach import attached, check_model
 from replayssm.hf.draft_model import ModelDrafter
-from replayssm.hf.drafts import CallableDrafter, Drafter, DraftFunction, LookupDrafter, NoDrafts
+from replayssm.hf.drafts import CallableDrafter, Drafter, DraftFunction, LookupDrafter, NoDrafts, default_draft_tokens
 from replayssm.hf.loop import Decoder
 from replayssm.hf.options import callables, check_mode, check_seed, check_streamer, integers, numbers_of_requests
 from replayssm.hf.prompts import join, strip_padding
@@ -36,7 +36,7 @@ def generate(
     attention_mask: Tensor | None = None,
     draft: str | DraftFunction | None = "lookup",
     draft_model: PreTrainedModel | None = None,
-    num_draft_tokens: int = 4,
+    num_draft_tokens: int | None = None,
     max_new_tokens: int = 128,
     do_sample: bool = False,
     temperature: float = 1.0,
@@ -66,7 +66,7 @@ def generate(
             callable ``(token_ids, num_tokens) -> token_ids``: it gets a row's ids, 1-D, and may return up to
             ``num_tokens`` ids as a 1-D tensor.
         draft_model: a smaller model of a supported family with the same vocabulary that drafts; in place of ``draft``.
-        num_draft_tokens: longest draft, 0..63.
+        num_draft_tokens: longest draft, 0..63. None: 11 by look-up, whose drafts are as long as the match deserves, else 4.
         max_new_tokens: most new tokens per row, >= 1.
         do_sample: draw tokens instead of taking the most likely one.
         temperature: divides the logits when drawing.
@@ -157,7 +157,7 @@ def custom_generate(
     generation_config: GenerationConfig,
     draft: str | DraftFunction | None = "lookup",
     draft_model: PreTrainedModel | None = None,
-    num_draft_tokens: int = 4,
+    num_draft_tokens: int | None = None,
     seed: int = 0,
     request_ids: Sequence[int] | Tensor | None = None,
     window: int = 16,
@@ -264,7 +264,7 @@ def _run(
     *,
     draft: str | DraftFunction | None,
     draft_model: PreTrainedModel | None,
-    num_draft_tokens: int,
+    num_draft_tokens: int | None,
     sampler: Greedy | Gumbel,
     request_ids: Sequence[int] | Tensor | None,
     rules: Rules,
@@ -272,6 +272,8 @@ def _run(
     streamer: Any,
     window: int,
 ) -> tuple[Tensor, GenerationStats]:
+    if num_draft_tokens is None:
+        num_draft_tokens = default_draft_tokens(draft if draft_model is None else draft_model)
     check_range("num_draft_tokens", num_draft_tokens, 0, _MOST_DRAFT_TOKENS)
     check_range("max_new_tokens", rules.max_new_tokens, 1, sys.maxsize)
     check_range("window", window, 1, _MOST_DRAFT_TOKENS + 1)
