@@ -66,7 +66,8 @@ def generate(
             callable ``(token_ids, num_tokens) -> token_ids``: it gets a row's ids, 1-D, and may return up to
             ``num_tokens`` ids as a 1-D tensor.
         draft_model: a smaller model of a supported family with the same vocabulary that drafts; in place of ``draft``.
-        num_draft_tokens: longest draft, 0..63. None: 11 by look-up, whose drafts are as long as the match deserves, else 4.
+        num_draft_tokens: longest draft, 0..63. None: 11 by look-up, whose drafts are as long as the match deserves,
+            else 4.
         max_new_tokens: most new tokens per row, >= 1.
         do_sample: draw tokens instead of taking the most likely one.
         temperature: divides the logits when drawing.
