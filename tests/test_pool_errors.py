@@ -139,3 +139,16 @@ def test_more_tokens_than_the_pool_was_made_for_are_refused_by_the_ops(decoder):
     with pytest.raises(ValueError, match="rows: expected conv_len >= width - 1"):
         decoder.verify(pool, slot, torch.tensor([[1, 2, 3, 4]]), index=1)
     assert_same_bytes(pool, before)
+
+
+def test_a_slot_whose_live_rows_were_all_folded_is_not_fresh(decoder):
+    """Its convolution's history begins elsewhere, so a prompt's result would be read from the wrong rows."""
+    pool = make_pool(decoder)
+    slot = pool.allocate()
+    pool.commit(slot, [3], 3)
+    pool.commit(slot, [0], 3)
+    assert pool.cursors.num_live[slot] == 0 and pool.cursors.conv_start[slot] != 0
+    before = snapshot(pool)
+    with pytest.raises(ValueError, match="slots: expected slots without live rows"):
+        pool.write_state(0, slot, torch.zeros(1, 4, 3, 5), torch.zeros(1, 32, 2))
+    assert_same_bytes(pool, before)
