@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -124,6 +126,51 @@ def test_failures_are_one_line_and_exit_code_1(capsys, tmp_path, model):
     _fails(capsys, ["generate", model, "--prompt", "a", "--draft", str(tmp_path)], 1, "cannot load the draft model")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     _fails(capsys, ["generate", model, "--prompt-file", str(tmp_path / "latin.txt")], 1, "latin.txt")
+
+
+@pytest.mark.parametrize("name", ["./none", "/none", "a/b/c", "", __file__])
+@pytest.mark.parametrize("place", ["draft model", "tokenizer"])
+def test_what_is_neither_a_folder_nor_an_id(capsys, model, name, place):
+    if place == "draft model":
+        _fails(
+            capsys,
+            ["generate", model, "--prompt", "a", "--draft", name],
+            1,
+            f"cannot load the draft model from '{name}'",
+        )
+    elif name:  # an empty MODEL is the shipped one
+        _fails(capsys, ["generate", name, "--prompt", "a"], 1, "it is neither a folder nor a hub id")
+
+
+def test_a_broken_file_of_weights_is_named(capsys, model, tmp_path):
+    broken = shutil.copytree(model, tmp_path / "broken")
+    with open(broken / "model.safetensors", "r+b") as weights:
+        weights.truncate(100)
+    _fails(capsys, ["generate", str(broken), "--prompt", "a"], 1, f"cannot load the model from '{broken}'")
+
+
+def test_retries_without_a_network_are_not_printed(capsys, monkeypatch):
+    logger, heard = logging.getLogger("huggingface_hub.utils._http"), []
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "level", logging.WARNING)
+
+    def unreachable(name, **options):
+        heard.append(logger.isEnabledFor(logging.WARNING))
+        raise OSError("cannot connect\nto the hub")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", unreachable)
+    _fails(capsys, ["generate", "some/model", "--prompt", "a"], 1, "from 'some/model': cannot connect to the hub")
+    assert heard == [False]
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_bytes_that_are_no_text(model, locale):
+    for arguments, data in ((["--prompt-file", "-"], b"\xff\xfe"), (["--prompt", b"caf\xe9"], b"")):
+        environment = ENVIRONMENT | {"LC_ALL": locale}
+        done = subprocess.run(
+            [*COMMAND, "generate", model, *arguments], input=data, capture_output=True, env=environment, check=False
+        )
+        assert done.returncode == 1 and done.stdout == b""
+        assert done.stderr.count(b"\n") == 1 and (b"not UTF-8 text" in done.stderr or b"can't decode" in done.stderr)
 
 
 def test_a_device_without_ops_is_refused(capsys, model):

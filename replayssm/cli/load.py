@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import stat
 import sys
@@ -17,6 +18,7 @@ from replayssm import models
 from replayssm.cli.errors import CommandError, UsageError
 
 SMALL = 50_000_000  # parameters; the matrices of a smaller model are done before a second thread has joined
+_MOST_REASON = 300  # characters of another library's message
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ def load(options: argparse.Namespace) -> Loaded:
     # Its progress bars and advice would land in the middle of the text.
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # five retries without a network, two lines each
 
     name = options.model or str(models.path())
     dtype = getattr(torch, options.dtype)
@@ -71,7 +74,7 @@ def load(options: argparse.Namespace) -> Loaded:
         draft = draft.to(device).eval()
     input_ids = tokenizer(prompt, return_tensors="pt").input_ids
     if input_ids.shape[1] == 0:
-        raise UsageError("the prompt has no tokens")
+        raise UsageError("the prompt has no tokens; does the model come with a tokenizer?")
     return Loaded(options.model or models.path().name, model.to(device).eval(), tokenizer, draft, input_ids.to(device))
 
 
@@ -85,13 +88,20 @@ def read_prompt(options: argparse.Namespace) -> str:
         except (OSError, UnicodeDecodeError) as error:
             raise CommandError(f"cannot read the prompt file {options.prompt_file}: {error}") from None
     elif options.prompt_file == "-" or _is_piped(sys.stdin):
-        prompt = sys.stdin.read()
+        try:
+            prompt = sys.stdin.read()
+        except UnicodeDecodeError as error:
+            raise CommandError(f"cannot read the prompt from standard input: {error}") from None
     elif options.model is None:
         prompt = models.demo_prompt()
     else:
         raise UsageError("no prompt: give --prompt TEXT, --prompt-file FILE or pipe it in")
     if not prompt:
         raise UsageError("the prompt is empty")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:  # bytes that Python passes through as lone surrogates, as some locales have it
+        raise CommandError("the prompt is not UTF-8 text") from None
     return str(prompt)
 
 
@@ -111,8 +121,13 @@ def _device(name: str) -> torch.device:
 
 
 def _pretrained(loader: Any, name: str, what: str, **options: Any) -> Any:
+    folder = Path(name)
+    # What begins like a path or has more parts than a hub id can only be a folder.
+    if not folder.is_dir() and (folder.exists() or name[:1] in ("", ".", "/", "~") or len(folder.parts) > 2):
+        raise CommandError(f"cannot load the {what} from '{name}': it is neither a folder nor a hub id")
     try:
         return loader.from_pretrained(name, **options)
-    except (OSError, ValueError, KeyError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CommandError(f"cannot load the {what} from '{name}': {first}") from None
+    except Exception as error:  # a broken file raises whatever its parser does
+        text = " ".join(str(error).split()) or type(error).__name__
+        reason = text if len(text) <= _MOST_REASON else f"{text[:_MOST_REASON]}..."
+        raise CommandError(f"cannot load the {what} from '{name}': {reason}") from None
