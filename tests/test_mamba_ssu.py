@@ -135,6 +135,13 @@ def test_softplus_is_the_identity_above_20_and_survives_large_negative_numbers()
     assert after.out.isfinite().all()
 
 
+def test_exponents_of_a_long_window_of_long_steps_keep_their_digits():
+    call = random_ssu_call(live=(50,), seq_len=4, window=64)
+    call.dt_cache[call.state_batch_indices] += 300.0
+    A = torch.full((6, 1, 1), -0.01).expand(call.A.shape)
+    check_against_reference(replace(call, A=A))
+
+
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_types_of_the_small_arguments(index_dtype, dtype):
