@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from functools import cache
 from types import ModuleType
 
@@ -17,6 +18,21 @@ def _load(family: str, module: str) -> ModuleType:
     return importlib.import_module(f"replayssm.{family}.{module}")
 
 
+@cache
+def supported_devices(family: str) -> tuple[str, ...]:
+    """Device types for which the family's folder holds an implementation, sorted; none of them is loaded.
+
+    Args:
+        family: folder name of the op family.
+
+    Example:
+        >>> "cpu" in supported_devices("mamba")
+        True
+    """
+    present = {d for d, module in IMPLEMENTATIONS.items() if importlib.util.find_spec(f"replayssm.{family}.{module}")}
+    return tuple(sorted(present))
+
+
 def implementation(family: str, device: torch.device) -> ModuleType:
     """Return the module of ``family`` that computes on ``device``.
 
@@ -27,10 +43,9 @@ def implementation(family: str, device: torch.device) -> ModuleType:
     Raises:
         NotImplementedError: no implementation of the family exists for this kind of device.
     """
-    module = IMPLEMENTATIONS.get(device.type)
-    if module is None:
-        supported = ", ".join(sorted(IMPLEMENTATIONS))
+    if device.type not in supported_devices(family):
+        supported = ", ".join(supported_devices(family))
         raise NotImplementedError(
             f"replayssm.{family}: tensors on device '{device}' are not supported yet; supported: {supported}"
         )
-    return _load(family, module)
+    return _load(family, IMPLEMENTATIONS[device.type])

@@ -17,12 +17,13 @@ from rich.console import Console
 from rich.table import Table
 
 from replayssm import __version__
-from replayssm.dispatch import IMPLEMENTATIONS
+from replayssm.dispatch import IMPLEMENTATIONS, supported_devices
 
 # What a user calls, and where it lives. The devices come from dispatch.py.
 OPS = {
     "replayssm.mamba": ("checkpointing_ssu", "replayssm_materialize"),
     "replayssm.conv": ("causal_conv1d_replay",),
+    "replayssm.ssd": ("chunk_scan",),
 }
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "numpy")
 
@@ -48,10 +49,15 @@ def collect() -> dict[str, Any]:
         "versions": {"replayssm": __version__, "python": platform.python_version()}
         | {name: _version(name) for name in PACKAGES},
         "devices": _devices(),
-        "ops": {f"{module}.{op}": sorted(IMPLEMENTATIONS) for module, ops in OPS.items() for op in ops},
+        "ops": {f"{module}.{op}": _supported(module) for module, ops in OPS.items() for op in ops},
         "generation": _generation(),
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("REPLAYSSM_")},
     }
+
+
+def _supported(module: str) -> list[str]:
+    """Return the device types that have an implementation of the op family."""
+    return list(supported_devices(module.removeprefix("replayssm.")))
 
 
 def _version(package: str) -> str | None:

@@ -1,0 +1,90 @@
+"""``replayssm.ssd`` as the paper writes it: one token after the other, in fp64. The truth of every other path.
+
+``docs/maths.md`` §1. Inputs are taken as they are and nothing is rounded in between.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from replayssm.ssd.requests import plan
+
+
+def advance(S: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor) -> Tensor:
+    """``S_t = exp(A dt_t) S_{t-1} + dt_t x_t B_t^T`` for ``S [H, P, N]``, ``x [H, P]``, ``dt [H]``, ``B [G, N]``."""
+    B = B.double().repeat_interleave(S.shape[0] // B.shape[0], 0)
+    decay = torch.exp(A.double() * dt)[:, None, None]
+    return decay * S + (dt[:, None] * x.double())[:, :, None] * B[:, None, :]
+
+
+def read_out(S: Tensor, x: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
+    """``(S C + D x) z sigmoid(z)``, fp64 ``[H, P]``; D ``[H]`` or ``[H, P]``."""
+    C = C.double().repeat_interleave(S.shape[0] // C.shape[0], 0)
+    y = (S * C[:, None, :]).sum(-1)
+    if D is not None:
+        y = y + (D.double() if D.dim() == 2 else D.double()[:, None]) * x.double()
+    return y if z is None else y * z.double() * torch.sigmoid(z.double())
+
+
+def process_dt(dt: Tensor, bias: Tensor | None, softplus: bool, dt_min: float, dt_max: float) -> Tensor:
+    """``clamp(softplus(dt + bias))``, the identity above 20, fp64."""
+    dt = dt.double() if bias is None else dt.double() + bias.double()
+    if softplus:
+        dt = torch.where(dt > 20.0, dt, torch.log1p(torch.exp(dt.clamp(max=20.0))))
+    return dt.clamp(dt_min, dt_max)
+
+
+def chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    cu_seqlens: Tensor | None,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    dt_min: float,
+    dt_max: float,
+    initial_states: Tensor | None,
+    x_buffer: Tensor | None,
+    dt_buffer: Tensor | None,
+    B_buffer: Tensor | None,
+    num_buffered: Tensor | None,
+    batch_indices: Tensor | None,
+    out: Tensor,
+    final_states: Tensor | None,
+    boundary_states: Tensor | None,
+    chunk_states: Tensor | None,
+) -> None:
+    """See ``replayssm.ssd.chunk_scan``."""
+    for row, slot, buffered, first, length, boundary in plan(
+        cu_seqlens, batch_indices, num_buffered, x.shape[0], chunk_size
+    ):
+        S = x.new_zeros(*x.shape[1:], B.shape[2], dtype=torch.float64)
+        if initial_states is not None:
+            S = initial_states[row].double()
+        last = S
+        for t in range(buffered + length):
+            old = t < buffered
+            if old:
+                assert x_buffer is not None and dt_buffer is not None and B_buffer is not None
+                token = x_buffer[slot, t], dt_buffer[slot, t], B_buffer[slot, t]
+            else:
+                token = x[first + t - buffered], dt[first + t - buffered], B[first + t - buffered]
+            S = advance(S, token[0], process_dt(token[1], dt_bias, dt_softplus, dt_min, dt_max), A, token[2])
+            if not old:
+                new = first + t - buffered
+                out[new] = read_out(S, x[new], C[new], D, None if z is None else z[new]).to(out.dtype)
+            if (t + 1) % chunk_size == 0:
+                last = S
+                if chunk_states is not None:
+                    chunk_states[boundary] = S
+                boundary += 1
+        if boundary_states is not None:
+            boundary_states[row] = last
+        if final_states is not None:
+            final_states[row] = S

@@ -1,0 +1,84 @@
+"""``chunk_scan`` as torch.library sees it."""
+
+import pytest
+import torch
+from ssd_cases import int32, random_case
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from replayssm import ssd
+from replayssm.ssd import chunk_scan
+
+
+def full_call():
+    case = random_case(40)
+    H, P, G, N = case.sizes
+    return {
+        **case.arguments(), "cu_seqlens": int32(0, 25, 40), "initial_states": torch.randn(2, H, P, N),
+        "x_buffer": torch.randn(3, 16, H, P), "dt_buffer": torch.randn(3, 16, H), "B_buffer": torch.randn(3, 16, G, N),
+        "num_buffered": int32(3, 0, 15), "batch_indices": torch.tensor([2, 0]), "out": torch.zeros(40, H, P),
+        "final_states": torch.zeros(2, H, P, N), "boundary_states": torch.zeros(2, H, P, N),
+        "chunk_states": torch.zeros(4, H, P, N),
+    }  # fmt: skip
+
+
+WRITTEN = ("out", "final_states", "boundary_states", "chunk_states")
+
+
+def fresh(call):
+    return {name: value.clone() if name in WRITTEN else value for name, value in call.items()}
+
+
+def op_arguments(call):
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssd, "_op", lambda *args: seen.append(args))
+        chunk_scan(**call)
+    return seen[0]
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_opcheck(full):
+    call = full_call() if full else {**random_case(20).arguments(), "out": torch.zeros(20, 6, 5)}
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(torch.ops.replayssm.chunk_scan.default, op_arguments(call), test_utils=tests)
+
+
+def test_the_schema_tells_what_is_written():
+    schema = torch.ops.replayssm.chunk_scan.default._schema
+    assert {a.name for a in schema.arguments if a.alias_info is not None} == set(WRITTEN)
+    assert not schema.returns
+
+
+def test_compiled_equals_eager():
+    call = full_call()
+
+    def run(arguments, factor):
+        out = chunk_scan(**{**arguments, "x": arguments["x"] * factor})
+        return out * 2 + arguments["final_states"].sum()
+
+    eager, compiled = fresh(call), fresh(call)
+    expected = run(eager, 0.5)
+    actual = torch.compile(run, backend="aot_eager", fullgraph=True)(compiled, 0.5)
+    assert torch.equal(actual, expected)
+    assert all(torch.equal(compiled[name], eager[name]) for name in WRITTEN)
+
+
+def test_fake_tensors():
+    with FakeTensorMode() as mode:
+        case = random_case(20)
+        out = chunk_scan(**case.arguments())
+    assert out.shape == (20, 6, 5) and out.fake_mode is mode
+
+
+def test_precision_under_autocast():
+    case = random_case(20)
+    expected = case.scan()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(case.scan(), expected)
+
+
+def test_a_default_device_is_no_matter():
+    case = random_case(20)
+    expected = case.scan()
+    with torch.device("meta"):
+        assert torch.equal(chunk_scan(**case.arguments()), expected)
