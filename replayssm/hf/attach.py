@@ -41,7 +41,7 @@ class MixerForward:
                 "replayssm.hf.generate strips padding itself"
             )
         if self.position == 0:
-            cache.begin_forward(*hidden_states.shape[:2])
+            cache.begin_forward(self.mixer, *hidden_states.shape[:2])
         return cache.replay(self.position, self.mixer, hidden_states)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,20 +13,24 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from replayssm.cache import ReplayPool
-from replayssm.checks import check_range
+from replayssm.checks import check_integer, check_range
 from replayssm.hf.attachment import attachment_of
 from replayssm.hf.linear import may_pack
+from replayssm.hf.options import integers
 from replayssm.hf.prefill import Prefill
 
 
+def _not_attached(*_: object, **__: object) -> Any:
+    raise RuntimeError("ReplayCache: the model is not attached; call replayssm.hf.attach(model) first")
+
+
 class _PoolLayer(LinearAttentionLayer):
-    """Stands for one layer of the pool; a mixer that writes into it has not been attached."""
+    """Stands for one layer of the pool; a mixer that reads or writes it has not been attached, or not any more."""
 
-    def update_conv_state(self, *args: object, **kwargs: object) -> Tensor:
-        raise RuntimeError("ReplayCache: the model is not attached; call replayssm.hf.attach(model) first")
-
-    def update_recurrent_state(self, *args: object, **kwargs: object) -> Tensor:
-        raise RuntimeError("ReplayCache: the model is not attached; call replayssm.hf.attach(model) first")
+    update_conv_state = update_recurrent_state = _not_attached
+    # The base class sets both to None; what stands there is of no interest.
+    conv_states = property(_not_attached, lambda self, value: None)
+    recurrent_states = property(_not_attached, lambda self, value: None)
 
 
 @dataclass
@@ -85,7 +90,7 @@ class ReplayCache(Cache):
     """
 
     def __init__(self, model: PreTrainedModel, batch_size: int, *, max_tokens: int = 8, window: int = 16) -> None:
-        attachment = attachment_of(model)
+        attachment = attachment_of(model) if isinstance(model, PreTrainedModel) else None
         if attachment is None:
             raise ValueError("model: expected an attached model; call replayssm.hf.attach(model) first")
         attachment.check_bypassed(model)
@@ -102,7 +107,7 @@ class ReplayCache(Cache):
         )
         self._prefill: Prefill | None = None
         self.traffic = Traffic()
-        self._family = family
+        self._family, self._mixers = family, mixers
         pack = may_pack(attachment.linears)
         self._weights = [family.prepare(mixer, pack) for mixer in mixers]
         self.exact = all(weights.exact for weights in self._weights)
@@ -111,6 +116,8 @@ class ReplayCache(Cache):
         self._lengths = [0] * batch_size
         self._live = [0] * batch_size
         self._pending = 0
+        # Layers that the newest forward has not run yet.
+        self._unfinished = 0
         self._rows: list[int] = []
         self._selected = self._slots
         self.select(range(batch_size))
@@ -122,22 +129,43 @@ class ReplayCache(Cache):
             rows: distinct numbers in ``0..batch_size-1``.
         """
         self.accept()
-        if list(rows) == self._rows:
+        # Nearly always what it was; only other rows are looked at.
+        if isinstance(rows, list) and rows == self._rows:
             return
-        if len(set(rows)) != len(rows) or not all(0 <= row < len(self._lengths) for row in rows):
-            raise ValueError(f"rows: expected distinct numbers in 0..{len(self._lengths) - 1}, got {list(rows)}")
-        self._rows = list(rows)
-        self._selected = self._slots[self._rows]
+        chosen = integers("rows", rows)
+        if len(set(chosen)) != len(chosen) or not all(0 <= row < len(self._lengths) for row in chosen):
+            raise ValueError(f"rows: expected distinct numbers in 0..{len(self._lengths) - 1}, got {chosen}")
+        self._rows = chosen
+        self._selected = self._slots[chosen]
 
-    def begin_forward(self, batch: int, seq_len: int) -> None:
+    def _check_usable(self) -> None:
+        if not self._slots.numel():
+            raise ValueError("ReplayCache: closed, its slots are freed; make a new one")
+        if self._unfinished:
+            # Some layers may have written new checkpoints and others not, and they share their cursors.
+            raise ValueError(
+                "ReplayCache: the newest forward broke off between two layers; call reset, and prefill again"
+            )
+
+    def begin_forward(self, first: nn.Module, batch: int, seq_len: int) -> None:
         """Called by the first recurrent layer of every forward: accept what is pending, then book the new tokens.
 
+        Args:
+            first: that layer's mixer.
+            batch: rows of the forward.
+            seq_len: its tokens per row.
+
         Raises:
-            ValueError: another batch size, too many tokens, or rows with and without a past in one forward.
+            ValueError: another model, another batch size, no tokens, too many tokens, or rows with and without a past in one
+                forward.
         """
+        if first is not self._mixers[0]:
+            raise ValueError("ReplayCache: made for another model; make one with ReplayCache(model, ...)")
         self.accept()
         if batch != len(self._rows):
             raise ValueError(f"input_ids: expected {len(self._rows)} rows as the ReplayCache has, got {batch}")
+        if not seq_len:
+            raise ValueError("input_ids: expected at least one token, got none")
         new = [self._lengths[row] == 0 for row in self._rows]
         if all(new):
             self._prefill = Prefill(self._family, batch, self.pool.device)
@@ -154,6 +182,7 @@ class ReplayCache(Cache):
             self._count(seq_len)
         for row in self._rows:
             self._lengths[row] += seq_len
+        self._unfinished = len(self._mixers)
 
     def _count(self, seq_len: int) -> None:
         traffic, window = self.traffic, self.pool.window
@@ -171,17 +200,19 @@ class ReplayCache(Cache):
         if self._prefill is not None:
             out, state, conv_window = self._prefill.run(mixer, weights, hidden_states)
             pool.write_state(position, self._selected, state, conv_window)
-            return out
-        return self._family.replay_forward(
-            mixer,
-            weights,
-            hidden_states,
-            pool.buffers[position],
-            pool.cursors,
-            self._selected,
-            pool.window,
-            pool.rand_seed,
-        )
+        else:
+            out = self._family.replay_forward(
+                mixer,
+                weights,
+                hidden_states,
+                pool.buffers[position],
+                pool.cursors,
+                self._selected,
+                pool.window,
+                pool.rand_seed,
+            )
+        self._unfinished -= 1
+        return out
 
     def accept(self, num_accepted: Sequence[int] | None = None) -> None:
         """Keep the first tokens of the newest forward and forget the others.
@@ -193,17 +224,17 @@ class ReplayCache(Cache):
         Raises:
             ValueError: no such forward, or a number out of range.
         """
+        self._check_usable()
         pending = self._pending
         if num_accepted is None:
             if not pending:
                 return
             num_accepted = [pending] * len(self._rows)
+        num_accepted = integers("num_accepted", num_accepted)
         if not pending:
             raise ValueError("num_accepted: expected a forward after the prefill that is not accepted yet, found none")
         if len(num_accepted) != len(self._rows) or not all(0 <= n <= pending for n in num_accepted):
-            raise ValueError(
-                f"num_accepted: expected {len(self._rows)} numbers in 0..{pending}, got {list(num_accepted)}"
-            )
+            raise ValueError(f"num_accepted: expected {len(self._rows)} numbers in 0..{pending}, got {num_accepted}")
         self.pool.commit(self._selected, torch.tensor(num_accepted, device=self._selected.device), pending)
         for row, accepted in zip(self._rows, num_accepted, strict=True):
             self._live[row] += accepted
@@ -233,6 +264,8 @@ class ReplayCache(Cache):
             ValueError: positive, or more tokens than the newest forward had. Older ones are already accepted, those
                 of a prefill too, and the window of their convolution is gone.
         """
+        self._check_usable()
+        check_integer("tokens_to_remove", tokens_to_remove)
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove: expected zero or a negative number, got {tokens_to_remove}")
         if -tokens_to_remove > self._pending:
@@ -266,7 +299,7 @@ class ReplayCache(Cache):
 
     def reset(self) -> None:
         """Forget every row; the next forward is a prefill."""
-        self._pending = 0
+        self._pending = self._unfinished = 0
         self.pool.reset(self._slots)
         self._lengths = [0] * len(self._lengths)
         self._live = [0] * len(self._live)
@@ -301,6 +334,14 @@ class ReplayCache(Cache):
             self.pool.free(self._slots)
             self._slots = self._slots[:0]
             self._rows = []
+
+    def __deepcopy__(self, memo: object) -> ReplayCache:
+        """Not supported.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("ReplayCache: cannot be copied; run the prompt through a second cache")
 
     def __enter__(self) -> ReplayCache:
         return self

@@ -1,5 +1,7 @@
 """ReplayCache by itself: forwards, crop, accept, and what it refuses."""
 
+import copy
+
 import pytest
 import torch
 from tiny_mamba2 import cache_name, fresh_model, make_prompts, step_logits
@@ -170,3 +172,75 @@ def test_close_frees_the_slots_once(model):
     cache.close()
     cache.close()
     assert cache.pool.num_free == 3
+
+
+def test_a_closed_cache_says_so(model):
+    with hf.ReplayCache(model, 1) as cache:
+        feed(model, cache, TEXT[:3])
+    for use in (lambda: feed(model, cache, [3]), lambda: cache.crop(0), lambda: cache.select([0]), cache.accept):
+        with pytest.raises(ValueError, match="ReplayCache: closed, its slots are freed; make a new one"):
+            use()
+
+
+def test_a_cache_serves_its_own_model_only(model, expected):
+    twin = hf.attach(fresh_model(seed=9))
+    with hf.ReplayCache(model, 1) as cache:
+        feed(model, cache, TEXT[:9])
+        with pytest.raises(ValueError, match="made for another model"):
+            feed(twin, cache, TEXT[9:11])
+        close(feed(model, cache, TEXT[9:12]), expected[9:12])
+    for nothing in (None, "model"):
+        with pytest.raises(ValueError, match="model: expected an attached model"):
+            hf.ReplayCache(nothing, 1)
+
+
+def test_a_model_that_was_detached_meanwhile_says_so():
+    model = hf.attach(fresh_model())
+    with hf.ReplayCache(model, 1) as cache:
+        feed(model, cache, TEXT[:9])
+        hf.detach(model)
+        for tokens in ([3], [3, 4]):
+            with pytest.raises(RuntimeError, match="the model is not attached; call"):
+                feed(model, cache, tokens)
+
+
+@pytest.mark.parametrize("prefilled", [False, True])
+def test_a_forward_that_breaks_off_ends_the_row_until_reset(model, expected, prefilled):
+    # Window 4: the layer before the error folds its ring, the ones behind it do not.
+    with hf.ReplayCache(model, 1, max_tokens=4, window=4) as cache:
+        if prefilled:
+            feed(model, cache, TEXT[:9])
+            feed(model, cache, TEXT[9:12])
+        hook = model.backbone.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            feed(model, cache, TEXT[12:14])
+        hook.remove()
+        for use in (lambda: feed(model, cache, TEXT[12:14]), lambda: cache.crop(-2), lambda: cache.accept([0])):
+            with pytest.raises(ValueError, match="broke off between two layers; call reset, and prefill again"):
+                use()
+        cache.reset()
+        close(feed(model, cache, TEXT[:9]), expected[:9])
+        close(feed(model, cache, TEXT[9:12]), expected[9:12])
+
+
+def test_numbers_of_the_wrong_type(model, expected):
+    with hf.ReplayCache(model, 1) as cache:
+        feed(model, cache, TEXT[:9])
+        with pytest.raises(ValueError, match="input_ids: expected at least one token, got none"):
+            model(torch.zeros(1, 0, dtype=torch.int64), **{cache.name: cache})
+        feed(model, cache, TEXT[9:12])
+        for value in (-1.0, None, "a", True, torch.tensor(-1)):
+            with pytest.raises(TypeError, match="tokens_to_remove: expected an int, got "):
+                cache.crop(value)
+        for value in ([1.5], [True], "a", [None]):
+            with pytest.raises(TypeError, match="num_accepted: expected an int or several, got "):
+                cache.accept(value)
+        cache.accept(torch.tensor([2]))
+        assert type(cache.get_seq_length()) is int and cache.get_seq_length() == 11
+        for value in ([0.5], None, "a", [True]):
+            with pytest.raises(TypeError, match="rows: expected an int or several, got "):
+                cache.select(value)
+        cache.select(torch.tensor([0]))
+        close(feed(model, cache, TEXT[11:14]), expected[11:14])
+        with pytest.raises(NotImplementedError, match="cannot be copied; run the prompt through a second cache"):
+            copy.deepcopy(cache)
