@@ -156,8 +156,8 @@ class ReplayCache(Cache):
             seq_len: its tokens per row.
 
         Raises:
-            ValueError: another model, another batch size, no tokens, too many tokens, or rows with and without a past in one
-                forward.
+            ValueError: another model, another batch size, no tokens, too many tokens, or rows with and without a past
+                in one forward.
         """
         if first is not self._mixers[0]:
             raise ValueError("ReplayCache: made for another model; make one with ReplayCache(model, ...)")
