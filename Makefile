@@ -43,6 +43,7 @@ lint: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	@$(RUN)python benchmarks/generation.py
 	@$(RUN)python benchmarks/memory.py
+	@$(RUN)python benchmarks/plot.py
 
 clean:
 	rm -rf $(VENV) $(NEWEST) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
