@@ -36,7 +36,7 @@ class ModelDrafter:
         num_draft_tokens: int,
         window: int,
     ) -> None:
-        self._sampler, self._requests = sampler, torch.tensor(request_ids)
+        self._sampler, self._requests = sampler, torch.tensor(request_ids, device=model.device)
         # A fully accepted draft leaves its last token unseen, next to the token chosen after it.
         max_tokens = num_draft_tokens + 1
         with ExitStack() as stack:
@@ -65,14 +65,15 @@ class ModelDrafter:
         self._cache.select(rows)
         unseen = [self._rows[row][self._seen[row] :] for row in rows]
         drafts: list[list[int]] = [[] for _ in rows]
-        requests, here = self._requests[list(rows)], torch.arange(len(rows))
+        device = self._requests.device
+        requests, here = self._requests[list(rows)], torch.arange(len(rows), device=device)
         for step in range(steps):
             if step:
                 self._cache.accept([0] * len(rows))
             width = max(map(len, unseen)) + step
             windows = [(old + draft + [0] * width)[:width] for old, draft in zip(unseen, drafts, strict=True)]
-            ends = torch.tensor([len(old) + step - 1 for old in unseen])
-            places = torch.tensor([len(self._rows[row]) + step for row in rows])
+            ends = torch.tensor([len(old) + step - 1 for old in unseen], device=device)
+            places = torch.tensor([len(self._rows[row]) + step for row in rows], device=device)
             logits = self._forward(windows)[here, ends][:, None]
             chosen = self._sampler.choose(logits, requests, places[:, None])
             for draft, token in zip(drafts, chosen[:, 0].tolist(), strict=True):

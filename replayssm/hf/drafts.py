@@ -157,9 +157,9 @@ class CallableDrafter:
         return [self._ask(row, limit) if limit else [] for row, limit in zip(rows, limits, strict=True)]
 
     def _ask(self, row: int, limit: int) -> list[int]:
-        given = self._function(torch.tensor(self._rows[row]), limit)
+        given = self._function(torch.tensor(self._rows[row], device="cpu"), limit)
         try:
-            answer = torch.as_tensor(given)
+            answer = given if isinstance(given, Tensor) else torch.as_tensor(given, device="cpu")
             tokens = answer.tolist()
         except (RuntimeError, TypeError, ValueError) as error:  # no numbers, a ragged list, a tensor without data
             raise ValueError(f"draft: expected 1-D token ids (an empty tensor for none), got {given!r}") from error

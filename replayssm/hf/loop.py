@@ -38,7 +38,7 @@ class _Rows:
         if rules.per_token:
             for text, width in zip(self.texts, self._widths, strict=True):
                 ids = torch.full((1, width + _ROOM), pad_token_id, dtype=torch.int64, device=device)
-                ids[0, width - len(text) : width] = torch.tensor(text)
+                ids[0, width - len(text) : width] = torch.tensor(text, device=device)
                 self._ids.append(ids)
 
     def room(self, row: int) -> int:
@@ -65,7 +65,7 @@ class _Rows:
         if end + len(new) > ids.shape[1]:
             ids = self._ids[row] = torch.cat([ids, torch.empty_like(ids)], dim=1)
         if new:
-            ids[0, end : end + len(new)] = torch.tensor(new)
+            ids[0, end : end + len(new)] = torch.tensor(new, device=ids.device)
         return ids
 
 
@@ -159,9 +159,8 @@ class Decoder:
             ]
         else:
             places = range(logits.shape[1])
-            positions = torch.tensor([[len(self._rows.texts[row]) + i for i in places] for row in rows]).to(
-                self._device
-            )
+            ends = [len(self._rows.texts[row]) for row in rows]
+            positions = torch.tensor([[end + i for i in places] for end in ends], device=self._device)
             choices = self._sampler.choose(logits, self._requests[list(rows)], positions).tolist()
             results = [
                 self._rules.cut(choice, draft, self._rows.room(row))
@@ -172,7 +171,7 @@ class Decoder:
             self._drafter.extend(row, new)
             if self._streamer is not None:
                 for token in new:
-                    self._streamer.put(torch.tensor([token]))
+                    self._streamer.put(torch.tensor([token], device="cpu"))
             if ended:
                 self._active.discard(row)
         return [len(new) for new, _ in results]

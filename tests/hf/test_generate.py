@@ -8,6 +8,7 @@ import torch
 from tiny_mamba2 import SIZES, fresh_model, greedy_text, make_prompts, oracle, pad, shared_model, step_logits
 
 import replayssm.hf as hf
+from replayssm.hf import linear
 from replayssm.hf.forward import Forward
 
 LENGTHS = (9, 2, 14, 5, 1)
@@ -219,6 +220,24 @@ def test_slots_are_freed_even_after_an_error(monkeypatch):
 def test_bad_drafts_are_named(draft, message):
     with pytest.raises(ValueError, match=message):
         hf.generate(shared_model(), torch.tensor([[4, 5]]), max_new_tokens=9, draft=draft)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(draft="lookup", do_sample=True),
+        dict(draft=lambda ids, count: ids[:count]),
+        dict(draft_model=shared_model(), logits_processor=[lambda ids, scores: scores]),
+    ],
+    ids=("sample", "callable", "draft model and processor"),
+)
+def test_the_default_device_does_not_matter(options):
+    model, ids = fresh_model(), torch.tensor(make_prompts("biases", (70,)))
+    expected = hf.generate(model, ids, max_new_tokens=12, **options)
+    linear._measurements.clear()
+    with torch.device("meta"):
+        out = hf.generate(model, ids, max_new_tokens=12, **options)
+    assert torch.equal(out, expected)
 
 
 def test_a_draft_callable_cannot_change_the_text():
