@@ -173,6 +173,17 @@ def test_bytes_that_are_no_text(model, locale):
         assert done.stderr.count(b"\n") == 1 and (b"not UTF-8 text" in done.stderr or b"can't decode" in done.stderr)
 
 
+@pytest.mark.parametrize("command", ["info", "info --json", "generate --prompt a --max-new-tokens 2 --compare"])
+def test_a_reader_that_has_gone_is_no_failure(command):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [*COMMAND, *command.split()], stdout=writer, stderr=subprocess.PIPE, env=ENVIRONMENT, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_a_device_without_ops_is_refused(capsys, model):
     _fails(capsys, ["generate", model, "--prompt", "abc", "--device", "meta"], 1, "meta")
 
@@ -337,11 +348,13 @@ def test_the_text_cannot_steer_the_terminal():
 
 
 def test_a_terminal_shows_a_live_line(model):
-    process, terminal = _in_terminal("generate", model, "--prompt", PROMPT, "--max-new-tokens", "40")
+    process, terminal = _in_terminal(
+        "generate", model, "--prompt", PROMPT, "--max-new-tokens", "400"
+    )  # longer than a refresh
     screen = _read_all(terminal)
     assert process.wait(60) == 0
     assert re.search(r"\d+ tokens · \d+ tokens/s", screen)  # the live line
-    assert "40 tokens in" in screen and "tokens/s" in screen  # the line that stays
+    assert "400 tokens in" in screen and "tokens/s" in screen  # the line that stays
 
 
 def test_ctrl_c_is_quiet(model):

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from replayssm.cache import Mamba2Layer, plan
+from replayssm.cli.console import Console
 from replayssm.cli.generate import Result, show, speculate, summary
 from replayssm.cli.load import Loaded
 

@@ -64,8 +64,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def show(loaded: Loaded, options: argparse.Namespace) -> Result:
     """Generate once; stream the text to a terminal or a pipe unless JSON was asked for."""
-    from rich.console import Console
-
+    from replayssm.cli.console import Console
     from replayssm.cli.stream import LiveStream, PlainStream
 
     if options.json:

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from replayssm import __version__
+from replayssm.cli.console import Console
 from replayssm.dispatch import IMPLEMENTATIONS, supported_devices
 
 # What a user calls, and where it lives. The devices come from dispatch.py.
