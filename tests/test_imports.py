@@ -16,13 +16,14 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # A module may import from its own layer and from the layers above it in this list, never from one below.
 LAYERS = [
     {"checks", "rounding", "cursors", "dispatch", "custom_op"},
-    {"mamba", "conv", "ssd"},
+    {"delta_rule"},
+    {"mamba", "conv", "ssd", "gdn_decode"},
     {"cache"},
     {"hf", "models"},
     {"cli", "__main__"},
 ]
 UNLAYERED = {"__init__", "testing"}  # the package itself holds a version only; oracles may use everything
-OPS = LAYERS[1]
+OPS = LAYERS[2]
 LAYER_OF = {name: depth for depth, names in enumerate(LAYERS) for name in names}
 HEAVY = ("torch", "numpy", "triton", "transformers", "rich")
 
@@ -110,12 +111,12 @@ def test_the_command_line_answers_without_torch():
     assert _loaded_by("import replayssm.cli\nreplayssm.cli.main(['--version'])") - {"0.1.0", "replayssm"} == set()
 
 
-@pytest.mark.parametrize("module", ["mamba", "conv", "ssd", "cache", "testing"])
+@pytest.mark.parametrize("module", ["mamba", "conv", "ssd", "gdn_decode", "cache", "testing"])
 def test_ops_and_pool_load_neither_triton_nor_transformers(module):
     assert _loaded_by(f"import replayssm.{module}") & {"triton", "transformers", "rich"} == set()
 
 
-@pytest.mark.parametrize("module", ["mamba", "conv", "ssd", "cache", "hf", "models"])
+@pytest.mark.parametrize("module", ["mamba", "conv", "ssd", "gdn_decode", "cache", "hf", "models"])
 def test_public_names_exist_and_are_documented(module):
     code = f"import replayssm.{module} as m\nfor name in m.__all__:\n    assert getattr(m, name).__doc__, name\n"
     _run(code)
