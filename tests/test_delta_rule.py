@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from replayssm.delta_rule import reference, token_order, window
-from replayssm.delta_rule.gates import NORM_EPSILON, Tokens, decay, log_decay, normalised, prepared, strength
+from replayssm.delta_rule.gates import NORM_EPSILON, decay, log_decay, normalised, prepared, strength
 from replayssm.testing import Tolerance, assert_close
 
 H, HV, K, V, N, T = 2, 6, 16, 11, 7, 3
@@ -36,7 +36,9 @@ def truth(raw, state, q):
 def run(form, raw, state, q, wanted=range(N)):
     out = torch.full((T, HV, V), torch.nan)
     before = state.clone()
-    states = {t: S.clone() for t, S in form.run(state, prepared(*raw, True), q, out, wanted)}
+    states = {
+        t: S.clone() for t, S in form.run(state, prepared(*(x.transpose(0, 1) for x in raw), True), q, out, wanted)
+    }
     assert torch.equal(state, before)
     return states, out
 
@@ -113,7 +115,7 @@ def test_tokens_have_their_bits_alone():
         for end in range(first + 1, 17):
             rows = slice(first, end)
             part = prepared(k[rows], v[rows], log_decay(A_log, a[rows], bias), strength(b[rows]), True)
-            assert all(torch.equal(x, y) for x, y in zip(part, whole.rows(first, end), strict=True))
+            assert all(torch.equal(x, y[rows]) for x, y in zip(part, whole, strict=True))
 
 
 def test_gates_at_their_limits():
@@ -132,8 +134,3 @@ def test_the_norm_has_epsilon_inside_the_root(size):
     x = torch.zeros(1, 4)
     x[0, 1] = size
     assert normalised(x)[0, 1].item() == pytest.approx(size / (size**2 + NORM_EPSILON) ** 0.5, rel=1e-6)
-
-
-def test_rows_of_tokens():
-    tokens = Tokens(*(torch.arange(6.0)[:, None] for _ in range(4)))
-    assert tokens.rows(2, 5).v.flatten().tolist() == [2.0, 3.0, 4.0]

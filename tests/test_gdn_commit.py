@@ -203,6 +203,21 @@ def test_requests_and_layers_have_their_bits_alone(backend):
     assert after[:, 4].isnan().all() and torch.equal(after[:, [0, 1, 2, 3, 5]], whole[:, [0, 1, 2, 3, 5]])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("accepted", [1, 6, 8])
+def test_where_memory_starts_does_not_matter(accepted, backend):
+    tensors = windows_of_layers(2, 3, 8, H=1, HV=3, K=65, V=33)
+    indices, accepts = int32([2]), int32([accepted])
+    expected = run(commit, tensors, indices, accepts, backend=backend)
+    for shift in (1, 2, 3, 4):
+        moved = {}
+        for name, tensor in tensors.items():
+            wide = torch.full((tensor.numel() + shift,), torch.nan)
+            moved[name] = wide[shift:].view(tensor.shape).copy_(tensor)
+        commit(**moved, state_indices=indices, accept_lens=accepts, backend=backend)
+        assert torch.equal(moved["checkpoint_state"], expected)
+
+
 def test_layers_and_slots_beyond_two_gigabytes_of_elements():
     tensors = windows_of_layers(2, 3, 2, H=1, HV=2, K=4, V=3, state_dtype=torch.bfloat16)
     indices, accepts = int32([2, 0]), int32([2, 1])

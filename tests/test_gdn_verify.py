@@ -13,7 +13,7 @@ from replayssm.testing import as_bytes, assert_close, output_tolerance, poisoned
 BACKENDS = ("simt", "tensor_core")
 # (batch, T, H, HV) of FlashInfer's own tests of the verify with windows.
 PEER_SHAPES = (
-    (1, 4, 2, 8), (1, 8, 2, 8), (2, 4, 2, 8), (4, 8, 2, 8), (17, 4, 2, 6), (40, 8, 1, 2), (41, 4, 1, 2), (2, 3, 2, 8),
+    (1, 4, 2, 8), (1, 8, 2, 8), (2, 4, 2, 8), (4, 8, 2, 8), (17, 4, 2, 6), (256, 8, 1, 2), (257, 4, 1, 2), (2, 3, 2, 8),
     (17, 5, 2, 8), (2, 16, 2, 8), (2, 8, 3, 3),
 )  # fmt: skip
 
@@ -61,6 +61,14 @@ def test_frozen_with_windows(shape, backend):
     untouched = sorted(set(range(call.initial_state.shape[0])) - {slot for _, slot in call.live()})
     for window in actual.windows():
         assert (window[untouched] == 7.0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("T", [2, 4, 8])
+def test_the_sizes_of_models(T, backend):
+    call = replace(mtp_call(2, T, 16, 32, 128, 128, dtype=torch.bfloat16), scale=1.0)
+    check(call, backend=backend)
+    check(call, backend=backend, intermediate_states_buffer=poisoned((2, T, 32, 128, 128), torch.float32))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -17,13 +17,13 @@ _SOFTPLUS_IDENTITY = 20.0
 
 
 class Tokens(NamedTuple):
-    """Tokens of one request as the recurrence takes them, token axis first, fp32, packed.
+    """Tokens of one request as the recurrence takes them, head axis first, fp32; each token's row is packed.
 
     Attributes:
-        k: keys ``[n, H, K]``, normalised where the model does so.
-        v: values ``[n, HV, V]``.
-        decay: ``[n, HV, 1]``, or ``[n, HV, K]`` for a gate per key channel; 0..1.
-        beta: ``[n, HV]``.
+        k: keys ``[H, n, K]``, normalised where the model does so.
+        v: values ``[HV, n, V]``.
+        decay: ``[HV, n, 1]``, or ``[HV, n, K]`` for a gate per key channel; 0..1.
+        beta: ``[HV, n]``.
     """
 
     k: Tensor
@@ -31,9 +31,10 @@ class Tokens(NamedTuple):
     decay: Tensor
     beta: Tensor
 
-    def rows(self, first: int, end: int) -> Tokens:
-        """Tokens ``first..end-1``."""
-        return Tokens(*(tensor[first:end] for tensor in self))
+    @classmethod
+    def of_request(cls, batch: Tokens, row: int) -> Tokens:
+        """The tokens of one request of a batch that was prepared with axes ``[batch, token, head, ...]``."""
+        return cls(*(tensor[row].transpose(0, 1) for tensor in batch))
 
 
 def log_decay(A_log: Tensor, a: Tensor, dt_bias: Tensor) -> Tensor:
@@ -75,14 +76,14 @@ def prepared(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, use_qk_l2norm: bool)
     """The tokens of raw records.
 
     Args:
-        k: ``[..., H, K]``, any float dtype and strides, as all.
-        v: ``[..., HV, V]``.
-        g: fp32 log decay ``[..., HV]``, or ``[..., HV, K]`` for a gate per key channel.
-        beta: fp32 ``[..., HV]``.
+        k: ``[..., K]``, any float dtype and strides, as all.
+        v: ``[..., V]``.
+        g: fp32 log decay ``[...]``, or ``[..., K]`` for a gate per key channel.
+        beta: fp32 ``[...]``.
         use_qk_l2norm: normalise the keys.
 
     Returns:
-        Tokens with the same leading axes.
+        Tokens with the same axes in front of K and V.
     """
     k = k.float().contiguous()
     if g.dim() == beta.dim():

@@ -22,7 +22,7 @@ def run(
     Args:
         state: ``[HV, V, K]``, any float dtype, packed. Read once, at the start, and not written.
         tokens: n tokens.
-        q: scaled queries of the newest T <= n tokens, fp32 ``[T, H, K]``, or None.
+        q: scaled queries of the newest T <= n tokens, fp32 ``[T, H, K]``, packed, or None.
         out: ``[T, HV, V]``, any float dtype and strides; written when there are queries.
         wanted: tokens, 0..n-1, after which the state is handed out.
 
@@ -30,13 +30,13 @@ def run(
         A wanted token and the state after it, fp32 ``[HV, V, K]``, valid until the next one. Exhaust the iterator.
     """
     HV, V, K = state.shape
-    n, H, _ = tokens.k.shape
+    H, n, _ = tokens.k.shape
     S = torch.empty((H, HV // H, V, K), device=state.device)
     S.view(HV, V, K).copy_(state)
     scratch = torch.empty_like(S)
     first_query = n if q is None else n - q.shape[0]
     for t in range(n):
-        _advance(S, scratch, *(tensor[t] for tensor in tokens))
+        _advance(S, scratch, *(tensor.select(1, t) for tensor in tokens))
         if q is not None and out is not None and t >= first_query:
             torch.mul(S, q[t - first_query].view(H, 1, 1, K), out=scratch)
             out[t - first_query] = scratch.sum(-1).view(HV, V)

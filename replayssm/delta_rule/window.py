@@ -9,6 +9,7 @@ gate per head and one per key channel differ in where a decay is applied: behind
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -33,16 +34,16 @@ def run(
     state: Tensor, tokens: Tokens, q: Tensor | None, out: Tensor | None, wanted: Collection[int]
 ) -> Iterator[tuple[int, Tensor]]:
     """See ``replayssm.delta_rule.token_order.run``."""
-    n = tokens.k.shape[0]
+    n = tokens.k.shape[1]
     # Several states may be stored one after the other, the first of them into the slot that is read: then read a copy.
     S = _aligned(state.to(torch.float32, copy=len(wanted) > 1))
-    k = _aligned(tokens.k.transpose(0, 1).contiguous())
-    products = _products(tokens.decay.transpose(0, 1).contiguous())
+    k = _aligned(tokens.k.contiguous())
+    products = _products(tokens.decay)
     x = k if q is None else torch.cat((k, q.transpose(0, 1)), 1)
     read = _read(S, x, products.prefix)
-    beta = tokens.beta.t().unsqueeze(2)
+    beta = tokens.beta.unsqueeze(2)
     system = (_scores(k, k, products.pair) * beta).tril_(-1)
-    right = (tokens.v.transpose(0, 1) - read[:, :n]) * beta
+    right = (tokens.v - read[:, :n]) * beta
     u = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     if q is not None and out is not None:
         T = q.shape[0]
@@ -62,10 +63,13 @@ def _aligned(operand: Tensor) -> Tensor:
 
 def _products(decay: Tensor) -> _Products:
     """From decays ``[HV, n, 1 or K]``."""
-    n = decay.shape[1]
-    later = torch.ones(n, n, dtype=torch.bool, device=decay.device).tril_(-1)
-    steps = torch.where(later[:, :, None], decay.unsqueeze(2), torch.ones((), device=decay.device))
-    return _Products(decay.cumprod(1), steps.cumprod(1))
+    return _Products(decay.cumprod(1), torch.where(_later(decay.shape[1]), decay.unsqueeze(2), 1.0).cumprod(1))
+
+
+@cache
+def _later(n: int) -> Tensor:
+    """Mask ``[n, n, 1]``: token t comes after token j."""
+    return torch.ones(n, n, dtype=torch.bool, device="cpu").tril_(-1).unsqueeze(2)
 
 
 def _read(S: Tensor, x: Tensor, prefix: Tensor) -> Tensor:
@@ -93,7 +97,9 @@ def _scores(x: Tensor, k: Tensor, pair: Tensor) -> Tensor:
     if pair.shape[3] > 1:
         x, k = x.repeat_interleave(repeats, 0), k.repeat_interleave(repeats, 0)
         return torch.matmul(pair * k.unsqueeze(1), x.unsqueeze(3)).squeeze(3)
-    return torch.bmm(x, k.transpose(1, 2)).repeat_interleave(repeats, 0).mul_(pair.squeeze(3))
+    H, rows, _ = x.shape
+    scores = torch.bmm(x, k.transpose(1, 2)).unsqueeze(1) * pair.unflatten(0, (H, repeats)).squeeze(4)
+    return scores.view(H * repeats, rows, k.shape[1])
 
 
 def _state_after(S: Tensor, m: int, k: Tensor, u: Tensor, products: _Products) -> Tensor:

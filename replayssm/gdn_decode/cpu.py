@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 
-import torch
 from torch import Tensor
 
 from replayssm.delta_rule import token_order, window
@@ -51,7 +50,7 @@ def gated_delta_rule_mtp(
     queries = prepared_queries(q, scale, use_qk_l2norm)
     for row, slot, targets in requests:
         wanted = range(T) if snapshots is not None else [t for t, target in enumerate(targets) if target >= 0]
-        own = Tokens(*(tensor[row] for tensor in tokens))
+        own = Tokens.of_request(tokens, row)
         for t, S in _RUN[backend](initial_state[slot], own, queries[row], output[row], wanted):
             if snapshots is not None:
                 snapshots[row, t] = S
@@ -155,7 +154,7 @@ def gated_delta_rule_checkpointing(
             tokens = _recorded(rings, slot, start, live, use_qk_l2norm)
             _fold(state[slot], state[slot], tokens, "simt")
             start, live = start + live, 0
-        at = (start + live + torch.arange(T, device="cpu")) % ring_len
+        at = _rows(start + live, T, ring_len)
         for ring, new in zip(rings, (v, k, g, beta), strict=True):
             ring[slot][:, at] = new[row].transpose(0, 1)
         tokens = _recorded(rings, slot, start, live + T, use_qk_l2norm)
@@ -164,16 +163,20 @@ def gated_delta_rule_checkpointing(
 
 
 def _recorded(rings: Collection[Tensor], slot: int, start: int, count: int, use_qk_l2norm: bool) -> Tokens:
-    """``count`` records of a slot from ring row ``start`` on; rings are head-major, tokens are not."""
-    ring_len = next(iter(rings)).shape[2]
-    at = [(start + i) % ring_len for i in range(count)]
-    contiguous = at[0] + count <= ring_len
-    rows = slice(at[0], at[0] + count) if contiguous else at
-    v, k, g, beta = (ring[slot][:, rows].transpose(0, 1) for ring in rings)
+    """``count`` records of a slot from ring row ``start`` on."""
+    v, k, g, beta = (ring[slot][:, _rows(start, count, ring.shape[2])] for ring in rings)
     return prepared(k, v, g, beta, use_qk_l2norm)
+
+
+def _rows(start: int, count: int, ring_len: int) -> slice | list[int]:
+    """Index of ``count`` ring rows from ``start`` on."""
+    start %= ring_len
+    if start + count <= ring_len:
+        return slice(start, start + count)
+    return [(start + i) % ring_len for i in range(count)]
 
 
 def _fold(source: Tensor, target: Tensor, tokens: Tokens, backend: str) -> None:
     """Write the state after all tokens into ``target``, which may be ``source``."""
-    for _, S in _RUN[backend](source, tokens, None, None, {tokens.k.shape[0] - 1}):
+    for _, S in _RUN[backend](source, tokens, None, None, {tokens.k.shape[1] - 1}):
         target.copy_(S)
