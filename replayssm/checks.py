@@ -179,3 +179,12 @@ def check_unique(name: str, slots: Tensor) -> None:
     values, counts = live.unique(return_counts=True)
     if bool((counts > 1).any()):
         raise ValueError(f"{name}: expected distinct slots, got {values[counts > 1][0].item()} more than once")
+
+
+def check_finite(name: str, tensor: Tensor, where: str) -> None:
+    """Raise ValueError when an element is infinite or NaN. Reads values back: for the checked mode only."""
+    bad = (~tensor.isfinite()).nonzero()
+    if bad.shape[0]:
+        position = bad[0].tolist()
+        value = tensor[tuple(position)].item()
+        raise ValueError(f"{name}: expected finite values (REPLAYSSM_CHECK=1), got {value} at {position}{where}")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replayssm.gdn_decode import gated_delta_rule_mtp
+from replayssm.gdn_decode import gated_delta_rule_checkpointing, gated_delta_rule_mtp
 from replayssm.testing import as_bytes, poisoned
 
 WINDOWS = ("replayssm_rawv", "replayssm_rawk", "replayssm_g", "replayssm_beta")
@@ -128,6 +128,82 @@ def windows_of_layers(
         "rawk_cache": randn(H, T, K).to(dtype), "g_cache": -randn(HV, T).abs(),
         "beta_cache": torch.sigmoid(randn(HV, T)),
     }  # fmt: skip
+
+
+RINGS = ("v_cache", "k_cache", "g_cache", "beta_cache")
+WRITTEN = ("state", *RINGS, "output")
+
+
+@dataclass(frozen=True)
+class LazyCall:
+    """One call of ``gated_delta_rule_checkpointing``; every field is passed as the argument of its name."""
+
+    state: Tensor
+    v_cache: Tensor
+    k_cache: Tensor
+    g_cache: Tensor
+    beta_cache: Tensor
+    ring_start: Tensor
+    num_live: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    a: Tensor
+    b: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    output: Tensor
+    state_batch_indices: Tensor
+    max_window: int
+    backend: str = "auto"
+    pad_slot_id: int = -1
+
+    def arguments(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def run(self, **changes: Any) -> LazyCall:
+        """The call on memory of its own, with the given fields changed."""
+        call = replace(self, **changes)
+        call = replace(call, **{name: getattr(call, name).clone() for name in WRITTEN})
+        assert gated_delta_rule_checkpointing(**call.arguments()) is call.output
+        return call
+
+
+def lazy_call(
+    live, T, window, *, starts=None, H=2, HV=6, K=16, V=11, spare=0, dtype=torch.float32, ring_dtype=None,
+    state_dtype=torch.float32, seed=0,
+):  # fmt: skip
+    """Requests in random slots; a negative number of live rows makes one padding; nobody's memory holds NaN."""
+    g = torch.Generator().manual_seed(seed)
+    randn = lambda *shape: torch.randn(*shape, generator=g)  # noqa: E731
+    batch, slots, ring_len = len(live), len(live) + 3, window + T + spare
+    ring_dtype = ring_dtype or dtype
+    tensors = {
+        "state": poisoned((slots, HV, V, K), state_dtype), "v_cache": poisoned((slots, HV, ring_len, V), ring_dtype),
+        "k_cache": poisoned((slots, H, ring_len, K), ring_dtype),
+        "g_cache": poisoned((slots, HV, ring_len), torch.float32),
+        "beta_cache": poisoned((slots, HV, ring_len), torch.float32),
+    }  # fmt: skip
+    start, num_live = torch.full((2, slots), -(1 << 30), dtype=torch.int32)
+    indices = torch.randperm(slots, generator=g)[:batch]
+    for row, (slot, count) in enumerate(zip(indices.tolist(), live, strict=True)):
+        if count < 0:
+            indices[row] = -1
+            continue
+        start[slot] = int(torch.randint(ring_len, (1,), generator=g)) if starts is None else starts[row]
+        num_live[slot] = count
+        rows = (start[slot] + torch.arange(count)) % ring_len
+        tensors["state"][slot] = randn(HV, V, K)
+        tensors["v_cache"][slot][:, rows] = randn(HV, count, V).to(ring_dtype)
+        tensors["k_cache"][slot][:, rows] = randn(H, count, K).to(ring_dtype)
+        tensors["g_cache"][slot][:, rows] = -randn(HV, count).abs()
+        tensors["beta_cache"][slot][:, rows] = torch.sigmoid(randn(HV, count))
+    return LazyCall(
+        **tensors, ring_start=start, num_live=num_live, q=randn(batch, T, H, K).to(dtype),
+        k=randn(batch, T, H, K).to(dtype), v=randn(batch, T, HV, V).to(dtype), a=randn(batch, T, HV), A_log=randn(HV),
+        b=randn(batch, T, HV), dt_bias=randn(HV), output=torch.full((batch, T, HV, V), 3.0).to(dtype),
+        state_batch_indices=indices, max_window=window,
+    )  # fmt: skip
 
 
 def normal(tensor: Tensor) -> Tensor:

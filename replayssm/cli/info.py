@@ -24,6 +24,12 @@ OPS = {
     "replayssm.mamba": ("checkpointing_ssu", "replayssm_materialize"),
     "replayssm.conv": ("causal_conv1d_replay",),
     "replayssm.ssd": ("chunk_scan",),
+    "replayssm.gdn_decode": (
+        "gated_delta_rule_mtp",
+        "gated_delta_rule_replayssm_commit",
+        "gated_delta_rule_replayssm_materialize",
+        "gated_delta_rule_checkpointing",
+    ),
 }
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "numpy")
 

@@ -7,13 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from replayssm.checks import checked_mode
 from replayssm.custom_op import define
 from replayssm.dispatch import implementation
+from replayssm.gdn_decode import checked
 from replayssm.gdn_decode.arguments import check_checkpointing
 
 
 def _run(*args: Any) -> None:
-    implementation("gdn_decode", args[0].device).gated_delta_rule_checkpointing(*args)
+    run = implementation("gdn_decode", args[0].device).gated_delta_rule_checkpointing
+    if checked_mode():
+        checked.gated_delta_rule_checkpointing(*args)
+    run(*args)
 
 
 _op = define(

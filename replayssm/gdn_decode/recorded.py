@@ -6,17 +6,25 @@ from typing import Any
 
 from torch import Tensor
 
+from replayssm.checks import checked_mode
 from replayssm.custom_op import define
 from replayssm.dispatch import implementation
+from replayssm.gdn_decode import checked
 from replayssm.gdn_decode.arguments import check_recorded
 
 
 def _run_commit(*args: Any) -> None:
-    implementation("gdn_decode", args[0].device).gated_delta_rule_replayssm_commit(*args)
+    run = implementation("gdn_decode", args[0].device).gated_delta_rule_replayssm_commit
+    if checked_mode():
+        checked.gated_delta_rule_replayssm_commit(*args)
+    run(*args)
 
 
 def _run_materialize(*args: Any) -> None:
-    implementation("gdn_decode", args[0].device).gated_delta_rule_replayssm_materialize(*args)
+    run = implementation("gdn_decode", args[0].device).gated_delta_rule_replayssm_materialize
+    if checked_mode():
+        checked.gated_delta_rule_replayssm_materialize(*args)
+    run(*args)
 
 
 _WINDOWS = "Tensor(a!) checkpoint_state, Tensor rawv_cache, Tensor rawk_cache, Tensor g_cache, Tensor beta_cache, "

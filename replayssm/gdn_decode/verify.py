@@ -8,13 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from replayssm.checks import checked_mode
 from replayssm.custom_op import define
 from replayssm.dispatch import implementation
+from replayssm.gdn_decode import checked
 from replayssm.gdn_decode.arguments import check_verify
 
 
 def _run(*args: Any) -> None:
-    implementation("gdn_decode", args[0].device).gated_delta_rule_mtp(*args)
+    run = implementation("gdn_decode", args[0].device).gated_delta_rule_mtp
+    if checked_mode():
+        checked.gated_delta_rule_mtp(*args)
+    run(*args)
 
 
 _op = define(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from replayssm.checks import check_finite
 from replayssm.mamba.requests import Request, plan
 
 
@@ -46,7 +47,7 @@ def check_values(
     )  # fmt: skip
     for name, parameter in {"A": A, "D": D, "dt_bias": dt_bias}.items():
         if parameter is not None:
-            _check_finite(name, parameter, "")
+            check_finite(name, parameter, "")
     rings = {"x_cache": x_cache, "B_cache": B_cache, "dt_cache": dt_cache}
     tokens = {"x": x, "dt": dt, "B": B, "C": C, "z": z}
     for request in requests:
@@ -62,21 +63,13 @@ def _check_request(
     varlen: bool,
 ) -> None:
     slot = request.slot
-    _check_finite("state", state[slot].float(), f" of slot {slot}")
+    check_finite("state", state[slot].float(), f" of slot {slot}")
     if scale is not None:
-        _check_finite("state_scale", scale[slot], f" of slot {slot}")
+        check_finite("state_scale", scale[slot], f" of slot {slot}")
     for name, ring in rings.items():
         rows = (request.start + torch.arange(request.live, device=ring.device)) % ring.shape[2]
-        _check_finite(name, ring[slot][:, rows], f" of the live rows of slot {slot}")
+        check_finite(name, ring[slot][:, rows], f" of the live rows of slot {slot}")
     for name, tensor in tokens.items():
         if tensor is not None:
             own = tensor[0, request.first : request.first + request.length] if varlen else tensor[request.row]
-            _check_finite(name, own, f" of request {request.row}")
-
-
-def _check_finite(name: str, tensor: Tensor, where: str) -> None:
-    bad = (~tensor.isfinite()).nonzero()
-    if bad.shape[0]:
-        position = bad[0].tolist()
-        value = tensor[tuple(position)].item()
-        raise ValueError(f"{name}: expected finite values (REPLAYSSM_CHECK=1), got {value} at {position}{where}")
+            check_finite(name, own, f" of request {request.row}")
