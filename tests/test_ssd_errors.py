@@ -16,7 +16,8 @@ def arguments():
     return {
         **case.arguments(), "cu_seqlens": int32(0, 25, T), "initial_states": torch.zeros(2, H, P, N),
         "x_buffer": torch.zeros(S, Q, H, P), "dt_buffer": torch.zeros(S, Q, H), "B_buffer": torch.zeros(S, Q, G, N),
-        "num_buffered": int32(3, 0, 15, 7), "batch_indices": torch.tensor([2, 0]), "out": torch.full((T, H, P), 7.0),
+        "num_buffered": int32(3, 0, 15, 7), "ring_start": int32(0, 15, 1, 2),
+        "batch_indices": torch.tensor([2, 0]), "out": torch.full((T, H, P), 7.0),
         "final_states": torch.full((2, H, P, N), 7.0), "boundary_states": torch.full((2, H, P, N), 7.0),
         "chunk_states": torch.full((T // Q + 2, H, P, N), 7.0),
     }  # fmt: skip
@@ -75,7 +76,7 @@ def test_device(name):
         ("dt", (T, H - 1), f"dt: expected shape [tokens={T}, nheads={H}], got [{T}, {H - 1}]"),
         ("C", (T, G, N + 1), f"C: expected shape [tokens={T}, ngroups={G}, dstate={N}], got [{T}, {G}, {N + 1}]"),
         ("D", (H, P + 1), f"D: expected shape [nheads={H}, headdim={P}], got [{H}, {P + 1}]"),
-        ("x_buffer", (S, Q + 1, H, P), f"x_buffer: expected shape [slots, chunk_size={Q}, nheads={H}, headdim={P}]"),
+        ("x_buffer", (S, Q, H + 1, P), f"x_buffer: expected shape [slots, buffer_rows, nheads={H}, headdim={P}]"),
         ("num_buffered", (S + 1,), f"num_buffered: expected shape [slots={S}], got [{S + 1}]"),
         ("batch_indices", (3,), "batch_indices: expected shape [sequences=2], got [3]"),
         ("initial_states", (1, H, P, N), "initial_states: expected shape [sequences=2, "),
@@ -95,6 +96,11 @@ def test_groups_that_do_not_divide_the_heads():
 @pytest.mark.parametrize("name", ["x_buffer", "dt_buffer", "B_buffer", "num_buffered", "batch_indices"])
 def test_incomplete_buffers(name):
     refuse(f"{name}: expected a tensor with ", **{name: None})
+
+
+def test_buffers_shorter_than_a_chunk():
+    short = {name: arguments()[name][:, :15] for name in ("x_buffer", "dt_buffer", "B_buffer")}
+    refuse("x_buffer: expected at least chunk_size=16 rows a slot, got 15", **short)
 
 
 def test_dt_is_not_rounded_on_its_way_into_the_buffer():
@@ -138,9 +144,11 @@ def test_order_of_the_limits():
         ({"cu_seqlens": int32(-1, 30, 40)}, "cu_seqlens: expected values that ascend within x's 40 tokens, got -1..30"),
         ({"batch_indices": torch.tensor([0, 4])}, "batch_indices: expected values below slots=4, got 4 at [1]"),
         ({"batch_indices": torch.tensor([2, 2])}, "batch_indices: expected distinct slots, got 2 more than once"),
-        ({"num_buffered": int32(16, 0, 0, 0)},
-         "num_buffered: expected 0 <= num_buffered < chunk_size=16, got 16 at slot 0 of [1]"),
-        ({"num_buffered": int32(0, 0, -1, 0)}, "num_buffered: expected 0 <= num_buffered < chunk_size=16, got -1"),
+        ({"num_buffered": int32(16, 0, 0, 0), "ring_start": None},
+         "num_buffered: expected 0 <= num_buffered <= 15, got 16 at slot 0 of [1]"),
+        ({"num_buffered": int32(17, 0, 0, 0)}, "num_buffered: expected 0 <= num_buffered <= 16, got 17"),
+        ({"num_buffered": int32(0, 0, -1, 0)}, "num_buffered: expected 0 <= num_buffered <= 16, got -1"),
+        ({"ring_start": int32(0, 0, 16, 0)}, "ring_start: expected 0 <= ring_start <= 15, got 16 at slot 2 of [0]"),
     ],
 )  # fmt: skip
 def test_values(changes, message):

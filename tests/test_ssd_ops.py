@@ -15,7 +15,8 @@ def full_call():
     return {
         **case.arguments(), "cu_seqlens": int32(0, 25, 40), "initial_states": torch.randn(2, H, P, N),
         "x_buffer": torch.randn(3, 16, H, P), "dt_buffer": torch.randn(3, 16, H), "B_buffer": torch.randn(3, 16, G, N),
-        "num_buffered": int32(3, 0, 15), "batch_indices": torch.tensor([2, 0]), "out": torch.zeros(40, H, P),
+        "num_buffered": int32(3, 0, 15), "ring_start": int32(0, 15, 9),
+        "batch_indices": torch.tensor([2, 0]), "out": torch.zeros(40, H, P),
         "final_states": torch.zeros(2, H, P, N), "boundary_states": torch.zeros(2, H, P, N),
         "chunk_states": torch.zeros(4, H, P, N),
     }  # fmt: skip

@@ -133,7 +133,7 @@ def test_places_in_memory_and_strides():
         moved[name] = wide[:, 1, ..., 1:]
         moved[name].copy_(value)
     memory = torch.full((5 * expected[1].numel() + 1,), torch.nan)
-    initial = memory[1 : 1 + expected[1].numel()].view(1, *case.state_shape).fill_(1.0)
+    initial = memory[1 : 1 + expected[1].numel()].view(1, 7, 4, 3).permute(0, 2, 3, 1).fill_(1.0)
     final = memory[-expected[1].numel() :].view(1, *case.state_shape)
     assert torch.equal(case.scan(**moved, initial_states=initial, final_states=final), expected[0])
     assert torch.equal(final[0], expected[1])

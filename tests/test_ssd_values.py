@@ -148,3 +148,31 @@ def test_gradients_are_not_recorded():
     case = random_case(20)
     out = chunk_scan(**{**case.arguments(), "x": case.x.clone().requires_grad_()})
     assert not out.requires_grad
+
+
+def test_the_three_roundings():
+    """The contract itself, written out with sums in fp64: what is rounded to the dtype of x, and nothing else."""
+    case = random_case(32, nheads=2, ngroups=1, D=None, with_z=False, dtype=torch.bfloat16)
+    states = torch.zeros(3, *case.state_shape)
+    out = case.scan(chunk_states=states)
+
+    def r(value):
+        return value.float().bfloat16().double()
+
+    x, B, C = case.x.double(), case.B[:, 0].double(), case.C[:, 0].double()
+    dt = torch.nn.functional.softplus(case.dt.float() + case.dt_bias).double()
+    state, expected = torch.zeros(case.state_shape, dtype=torch.float64), torch.zeros_like(x)
+    for first in (0, 16):
+        rows = range(first, first + 16)
+        G = (dt[first : first + 16].cumsum(0) * case.A.double()).float().double()
+        decay = lambda t, j, G=G, first=first: torch.exp(G[t - first] - G[j - first])  # noqa: E731
+        for t in rows:
+            expected[t] = torch.exp(G[t - first])[:, None] * (r(state) @ C[t])
+            for j in range(first, t + 1):
+                expected[t] += r(C[t] @ B[j] * decay(t, j) * dt[j])[:, None] * x[j]
+        state = torch.exp(G[15])[:, None, None] * state
+        for j in rows:
+            state = state + x[j][:, :, None] * r(B[j] * (decay(first + 15, j) * dt[j])[:, None])[:, None, :]
+        assert_close("state", states[first // 16], state.float(), Tolerance(2.0**-16, 2.0**-16))
+    same = (out == expected.to(torch.bfloat16)).double().mean()
+    assert same > 0.98  # the others lie next to a tie of the last rounding

@@ -24,6 +24,7 @@ OPS = {
     "replayssm.mamba": ("checkpointing_ssu", "replayssm_materialize"),
     "replayssm.conv": ("causal_conv1d_replay",),
     "replayssm.ssd": ("chunk_scan",),
+    "replayssm.batch_invariant_decode": ("batch_invariant_decode_buffered_scan",),
     "replayssm.gdn_decode": (
         "gated_delta_rule_mtp",
         "gated_delta_rule_replayssm_commit",

@@ -22,8 +22,9 @@ def _run(x: Tensor, *args: Any) -> None:
 _op = define(
     "chunk_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, int chunk_size, Tensor? cu_seqlens, Tensor? D, "
     "Tensor? z, Tensor? dt_bias, bool dt_softplus, float dt_min, float dt_max, Tensor? initial_states, "
-    "Tensor? x_buffer, Tensor? dt_buffer, Tensor? B_buffer, Tensor? num_buffered, Tensor? batch_indices, "
-    "Tensor(a!) out, Tensor(b!)? final_states, Tensor(c!)? boundary_states, Tensor(d!)? chunk_states) -> ()",
+    "Tensor? x_buffer, Tensor? dt_buffer, Tensor? B_buffer, Tensor? num_buffered, Tensor? ring_start, "
+    "Tensor? batch_indices, Tensor(a!) out, Tensor(b!)? final_states, Tensor(c!)? boundary_states, "
+    "Tensor(d!)? chunk_states) -> ()",
     _run,
 )
 
@@ -47,6 +48,7 @@ def chunk_scan(
     dt_buffer: Tensor | None = None,
     B_buffer: Tensor | None = None,
     num_buffered: Tensor | None = None,
+    ring_start: Tensor | None = None,
     batch_indices: Tensor | None = None,
     out: Tensor | None = None,
     final_states: Tensor | None = None,
@@ -62,12 +64,13 @@ def chunk_scan(
     are rounded to x's dtype; sums are fp32 and those of dt fp64.
 
     A sequence whose earlier calls ended within a chunk continues from two sources: the state at its last boundary
-    (``initial_states``) and the rows since then (the buffers: their first ``num_buffered[slot]`` rows come before the
-    new tokens). Any split then gives the same outputs and boundary states, bit for bit. Buffers are read only;
+    (``initial_states``) and the rows since then (the buffers, of which ``num_buffered[slot]`` rows come before the new
+    tokens). Any split then gives the same outputs and boundary states, bit for bit. Buffers are read only;
     ``BatchInvariantDecodeBuffers`` of ``replayssm.batch_invariant_decode`` keeps them.
 
-    Sizes: tokens of all sequences T, sequences n, nheads H, headdim P, dstate N, ngroups G (divides H), slots S, chunk
-    size Q. Tensors that are read may have any strides, those that are written are packed from axis 1 on.
+    Sizes: tokens of all sequences T, sequences n, nheads H, headdim P, dstate N, ngroups G (divides H), slots S,
+    rows of a slot R, chunk size Q. Tensors that are read may have any strides, those that are written are packed from
+    axis 1 on.
 
     Args:
         x: ``[T, H, P]``, bf16, fp16 or fp32.
@@ -84,10 +87,11 @@ def chunk_scan(
         dt_softplus: apply ``log(1 + exp(v))`` (the identity above 20) after the bias.
         dt_limit: bounds of dt', applied last, ``0 <= lower <= upper``.
         initial_states: fp32 ``[n, H, P, N]``: each sequence's state at its last boundary; None means zeros.
-        x_buffer: ``[S, Q, H, P]``, x's dtype: rows of unfinished chunks. All four buffers or none.
-        dt_buffer: ``[S, Q, H]``, dt's dtype, before bias and softplus.
-        B_buffer: ``[S, Q, G, N]``, x's dtype.
-        num_buffered: int32 ``[S]``: rows of the unfinished chunk, 0..Q-1. Later rows are never read.
+        x_buffer: ``[S, R, H, P]``, x's dtype, R >= Q: rows of unfinished chunks. All four buffers or none.
+        dt_buffer: ``[S, R, H]``, dt's dtype, before bias and softplus.
+        B_buffer: ``[S, R, G, N]``, x's dtype.
+        num_buffered: int32 ``[S]``: live rows, 0..Q-1, with ring_start 0..R. Other rows are never read.
+        ring_start: int32 ``[S]``, 0..R-1: the live rows begin there and go around the end; None means at row 0.
         batch_indices: int32 or int64 ``[n]``: slot of each sequence, distinct; needed with the buffers. A sequence
             with a negative one is padding: nothing of it is read or written.
         out: ``[T, H, P]``, x's dtype, written; None allocates it. Padding keeps what it held, which in an allocated
@@ -96,8 +100,8 @@ def chunk_scan(
             chunk cannot be continued from with the same bits; boundary_states can.
         boundary_states: fp32 ``[n, H, P, N]``, written: each sequence's state at its last boundary, which is its
             initial state when no chunk was completed.
-        chunk_states: fp32 ``[T // Q + n, H, P, N]``, written: the state after the k-th chunk that sequence i completes
-            here, k = 0, 1, ..., in row ``cu_seqlens[i] // Q + i + k``. Other rows are not written.
+        chunk_states: fp32 ``[T // Q + n, H, P, N]``, written: the state after the k-th chunk that new tokens of
+            sequence i complete, k = 0, 1, ..., in row ``cu_seqlens[i] // Q + i + k``. Other rows are not written.
 
     Returns:
         ``out``.
@@ -125,14 +129,14 @@ def chunk_scan(
     """
     dt_limit = tuple(dt_limit) if isinstance(dt_limit, list) else dt_limit
     check_chunk_scan(
-        x, dt, A, B, C, z, dt_bias, out, x_buffer, dt_buffer, B_buffer, num_buffered, batch_indices, initial_states,
-        final_states, boundary_states, chunk_states, cu_seqlens, D, chunk_size, dt_softplus, dt_limit,
+        x, dt, A, B, C, z, dt_bias, out, x_buffer, dt_buffer, B_buffer, num_buffered, ring_start, batch_indices,
+        initial_states, final_states, boundary_states, chunk_states, cu_seqlens, D, chunk_size, dt_softplus, dt_limit,
     )  # fmt: skip
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _op(
         x, dt, A, B, C, chunk_size, cu_seqlens, D, z, dt_bias, dt_softplus, float(dt_limit[0]), float(dt_limit[1]),
-        initial_states, x_buffer, dt_buffer, B_buffer, num_buffered, batch_indices, out, final_states, boundary_states,
-        chunk_states,
+        initial_states, x_buffer, dt_buffer, B_buffer, num_buffered, ring_start, batch_indices, out, final_states,
+        boundary_states, chunk_states,
     )  # fmt: skip
     return out

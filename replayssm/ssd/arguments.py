@@ -30,10 +30,11 @@ _SHAPES = {
     "z": "tokens nheads headdim",
     "dt_bias": "nheads",
     "out": "tokens nheads headdim",
-    "x_buffer": "slots chunk_size nheads headdim",
-    "dt_buffer": "slots chunk_size nheads",
-    "B_buffer": "slots chunk_size ngroups dstate",
+    "x_buffer": "slots buffer_rows nheads headdim",
+    "dt_buffer": "slots buffer_rows nheads",
+    "B_buffer": "slots buffer_rows ngroups dstate",
     "num_buffered": "slots",
+    "ring_start": "slots",
     "batch_indices": "sequences",
     "initial_states": _STATE,
     "final_states": _STATE,
@@ -115,11 +116,11 @@ def check_chunk_scan(*arguments: Any) -> None:
             check_shape(name, tensor, spec, sizes)
     check_groups(sizes)
     _check_rest(tensors, x, sizes)
-    _check_buffers(tensors)
+    _check_buffers(tensors, chunk_size)
 
 
-def _check_buffers(tensors: dict[str, Tensor | None]) -> None:
-    given = [name for name in _BUFFERS if tensors[name] is not None]
+def _check_buffers(tensors: dict[str, Tensor | None], chunk_size: int) -> None:
+    given = [name for name in (*_BUFFERS, "ring_start") if tensors[name] is not None]
     if not given:
         return
     for name in (*_BUFFERS, "batch_indices"):
@@ -127,6 +128,8 @@ def _check_buffers(tensors: dict[str, Tensor | None]) -> None:
             raise ValueError(f"{name}: expected a tensor with {given[0]}, got None")
     dt, buffer = tensors["dt"], tensors["dt_buffer"]
     assert dt is not None and buffer is not None
+    if buffer.shape[1] < chunk_size:
+        raise ValueError(f"x_buffer: expected at least chunk_size={chunk_size} rows a slot, got {buffer.shape[1]}")
     if dt.dtype != buffer.dtype:
         raise ValueError(f"dt: expected dt_buffer's dtype {buffer.dtype}, got {dt.dtype}")
 
@@ -144,6 +147,7 @@ def _check_rest(tensors: dict[str, Tensor | None], x: Tensor, sizes: dict[str, i
         **dict.fromkeys(("B", "C", "z", "out", "x_buffer", "B_buffer"), (x.dtype,)),
         **dict.fromkeys(_STATES, (torch.float32,)),
         "num_buffered": (torch.int32,),
+        "ring_start": (torch.int32,),
         "batch_indices": (torch.int32, torch.int64),
     }
     for name, tensor in tensors.items():

@@ -54,6 +54,15 @@ class Rows(NamedTuple):
         return Rows(self.x.narrow(0, first, count), self.dt.narrow(0, first, count), self.B.narrow(0, first, count))
 
 
+def ring_rows(ring: Rows, start: int, count: int) -> list[Rows]:
+    """Views of ``count`` rows of a slot from row ``start`` on, around its end: no piece, one or two."""
+    size = ring.x.shape[0]
+    start %= size
+    first = min(count, size - start)
+    pieces = [ring.part(start, first), ring.part(0, count - first)]
+    return [piece for piece in pieces if piece.x.shape[0]]
+
+
 class Chunk(NamedTuple):
     """The first n rows of a chunk, zeros behind them.
 
@@ -135,7 +144,7 @@ def fold(state: Tensor, chunk: Chunk) -> Tensor:
     """
     H = state.shape[0]
     total = chunk.sums.narrow(1, chunk.length - 1, 1)
-    scale = (total - chunk.sums).clamp_(max=0.0).float().exp_().mul_(chunk.dt)
+    scale = (total - chunk.sums).float().exp_().mul_(chunk.dt)
     B = chunk.B.repeat_interleave(H // chunk.B.shape[0], 0) * scale.unsqueeze(2)
     added = torch.bmm(chunk.x.transpose(1, 2), rounded(B, chunk.dtype))
     return added.add_(state * total.float().exp_().unsqueeze(2))
@@ -180,7 +189,7 @@ def _tile(chunk: Chunk, state: Tensor, C: Tensor, first: int) -> Tensor:
     query[:, place : place + count] = C.transpose(0, 1)
     products = torch.bmm(query, chunk.B.narrow(1, 0, columns).transpose(1, 2)).narrow(1, place, count)
     newest = chunk.sums[:, first:end].unsqueeze(2)
-    decays = (newest - chunk.sums[:, :columns].unsqueeze(1)).clamp_(max=0.0).float().exp_()
+    decays = (newest - chunk.sums[:, :columns].unsqueeze(1)).float().exp_()
     weights = (products.unsqueeze(1) * decays.view(G, H // G, count, columns)).view(H, count, columns)
     weights.mul_(chunk.dt[:, :columns].unsqueeze(1))
     numbers = torch.arange(columns, device=state.device)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from replayssm.ssd.arithmetic import Chunk, Parameters, Rows, build, finish, fold, parameters, score
+from replayssm.ssd.arithmetic import Chunk, Parameters, Rows, build, finish, fold, parameters, ring_rows, score
 from replayssm.ssd.requests import plan
 
 
@@ -27,6 +28,7 @@ def chunk_scan(
     dt_buffer: Tensor | None,
     B_buffer: Tensor | None,
     num_buffered: Tensor | None,
+    ring_start: Tensor | None,
     batch_indices: Tensor | None,
     out: Tensor,
     final_states: Tensor | None,
@@ -36,19 +38,19 @@ def chunk_scan(
     """See ``replayssm.ssd.chunk_scan``."""
     shared = parameters(A, D, dt_bias, dt_softplus, dt_min, dt_max)
     new = Rows(x, dt, B)
-    for sequence in plan(cu_seqlens, batch_indices, num_buffered, x.shape[0], chunk_size):
+    num_rows = 0 if x_buffer is None else x_buffer.shape[1]
+    for sequence in plan(cu_seqlens, batch_indices, num_buffered, ring_start, num_rows, x.shape[0], chunk_size):
         if initial_states is None:
-            state = x.new_zeros(*x.shape[1:], B.shape[2]).float()
+            state = x.new_zeros(*x.shape[1:], B.shape[2], dtype=torch.float32)
         else:
-            state = initial_states[sequence.row].clone()
+            state = initial_states[sequence.row].contiguous()
         rows = new.part(sequence.first, sequence.length)
-        old = None
-        if x_buffer is not None and dt_buffer is not None and B_buffer is not None and sequence.buffered:
-            slot = sequence.slot
-            old = Rows(x_buffer[slot], dt_buffer[slot], B_buffer[slot]).part(0, sequence.buffered)
+        old = rows.part(0, 0)
+        if x_buffer is not None and dt_buffer is not None and B_buffer is not None:
+            old = Rows(x_buffer[sequence.slot], dt_buffer[sequence.slot], B_buffer[sequence.slot])
         part = slice(sequence.first, sequence.first + sequence.length)
         scan = _Scan(shared, chunk_size, state, sequence.first_boundary, chunk_states)
-        scan.run(old, rows, C[part], None if z is None else z[part], out[part])
+        scan.run(old, sequence.start, sequence.buffered, rows, C[part], None if z is None else z[part], out[part])
         if boundary_states is not None:
             boundary_states[sequence.row] = scan.state
         if final_states is not None:
@@ -68,26 +70,29 @@ class _Scan:
         self.chunk_states = chunk_states
         self.unfinished: Chunk | None = None
 
-    def run(self, old: Rows | None, new: Rows, C: Tensor, z: Tensor | None, out: Tensor) -> None:
-        """Write the outputs of the new rows; the old ones only fill the first chunk."""
-        row, place, length = 0, 0 if old is None else old.x.shape[0], new.x.shape[0]
-        if old is not None and not length:
-            self.unfinished = build([old], self.chunk_size, self.shared)
-        while row < length:
-            count = min(self.chunk_size - place, length - row)
-            rows = new.part(row, count)
-            chunk = build([rows] if old is None else [old, rows], self.chunk_size, self.shared)
-            part = slice(row, row + count)
-            y = score(chunk, self.state, C[part], place)
-            out[part] = finish(y, rows.x, self.shared.D, None if z is None else z[part])
-            self._close(chunk)
-            row, place, old = row + count, 0, None
+    def run(self, old: Rows, start: int, buffered: int, new: Rows, C: Tensor, z: Tensor | None, out: Tensor) -> None:
+        """Write the outputs of the new rows, before which come ``buffered`` old rows from row ``start`` on."""
+        total = buffered + new.x.shape[0]
+        for origin in range(0, total, self.chunk_size):
+            end = min(origin + self.chunk_size, total)
+            split = min(max(buffered, origin), end)  # old rows before, new rows behind
+            pieces = ring_rows(old, start + origin, split - origin) if split > origin else []
+            part = slice(split - buffered, end - buffered)
+            if split < end:
+                pieces.append(new.part(split - buffered, end - split))
+            chunk = build(pieces, self.chunk_size, self.shared)
+            if split < end:
+                y = score(chunk, self.state, C[part], split - origin)
+                out[part] = finish(y, new.x[part], self.shared.D, None if z is None else z[part])
+            self._close(chunk, split < end)
 
-    def _close(self, chunk: Chunk) -> None:
+    def _close(self, chunk: Chunk, new: bool) -> None:
         if chunk.length < self.chunk_size:
             self.unfinished = chunk
             return
         self.state = fold(self.state, chunk)
+        if not new:
+            return
         if self.chunk_states is not None:
             self.chunk_states[self.boundary] = self.state
         self.boundary += 1

@@ -54,6 +54,7 @@ def chunk_scan(
     dt_buffer: Tensor | None,
     B_buffer: Tensor | None,
     num_buffered: Tensor | None,
+    ring_start: Tensor | None,
     batch_indices: Tensor | None,
     out: Tensor,
     final_states: Tensor | None,
@@ -61,8 +62,9 @@ def chunk_scan(
     chunk_states: Tensor | None,
 ) -> None:
     """See ``replayssm.ssd.chunk_scan``."""
-    for row, slot, buffered, first, length, boundary in plan(
-        cu_seqlens, batch_indices, num_buffered, x.shape[0], chunk_size
+    num_rows = 0 if x_buffer is None else x_buffer.shape[1]
+    for row, slot, start, buffered, first, length, boundary in plan(
+        cu_seqlens, batch_indices, num_buffered, ring_start, num_rows, x.shape[0], chunk_size
     ):
         S = x.new_zeros(*x.shape[1:], B.shape[2], dtype=torch.float64)
         if initial_states is not None:
@@ -72,7 +74,8 @@ def chunk_scan(
             old = t < buffered
             if old:
                 assert x_buffer is not None and dt_buffer is not None and B_buffer is not None
-                token = x_buffer[slot, t], dt_buffer[slot, t], B_buffer[slot, t]
+                at = slot, (start + t) % num_rows
+                token = x_buffer[at], dt_buffer[at], B_buffer[at]
             else:
                 token = x[first + t - buffered], dt[first + t - buffered], B[first + t - buffered]
             S = advance(S, token[0], process_dt(token[1], dt_bias, dt_softplus, dt_min, dt_max), A, token[2])
@@ -81,9 +84,9 @@ def chunk_scan(
                 out[new] = read_out(S, x[new], C[new], D, None if z is None else z[new]).to(out.dtype)
             if (t + 1) % chunk_size == 0:
                 last = S
-                if chunk_states is not None:
+                if chunk_states is not None and not old:
                     chunk_states[boundary] = S
-                boundary += 1
+                boundary += not old
         if boundary_states is not None:
             boundary_states[row] = last
         if final_states is not None:

@@ -1,0 +1,63 @@
+"""The ops of this folder as ``torch.library`` knows them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from replayssm.custom_op import define
+from replayssm.dispatch import implementation
+
+_FAMILY = "batch_invariant_decode"
+
+
+def _run_step(ssm_state: Tensor, *args: Any) -> None:
+    implementation(_FAMILY, ssm_state.device).step(ssm_state, *args)
+
+
+def _run_decode_rows(initial_states: Tensor, *args: Any) -> None:
+    implementation(_FAMILY, initial_states.device).decode_rows(initial_states, *args)
+
+
+def _run_store_tails(x_rows: Tensor, *args: Any) -> None:
+    implementation(_FAMILY, x_rows.device).store_tails(x_rows, *args)
+
+
+def _run_masked_update_rows(states: Tensor, *args: Any) -> None:
+    implementation(_FAMILY, states.device).masked_update_rows(states, *args)
+
+
+def _run_commit(num_buffered: Tensor, *args: Any) -> None:
+    implementation(_FAMILY, num_buffered.device).commit(num_buffered, *args)
+
+
+step = define(
+    "batch_invariant_decode_step(Tensor(a!) ssm_state, Tensor(b!) x_rows, Tensor(c!)? z_rows, Tensor(d!) dt_rows, "
+    "Tensor(e!) B_rows, Tensor(f!)? C_rows, Tensor(g!) num_buffered, Tensor(h!)? ring_start, Tensor(i!) target_rows, "
+    "Tensor(j!) chunk_flags, Tensor(k!) out, Tensor x, Tensor? z, Tensor dt, Tensor B, Tensor C, Tensor A, Tensor? D, "
+    "Tensor? dt_bias, Tensor batch_indices, int chunk_size, int most_live, bool dt_softplus, float dt_min, "
+    "float dt_max) -> ()",
+    _run_step,
+)
+decode_rows = define(
+    "batch_invariant_decode_rows(Tensor(a!) initial_states, Tensor(b!) out, Tensor x, Tensor? z, Tensor dt, Tensor A, "
+    "Tensor B, Tensor C, int chunk_size, Tensor chunk_starts, Tensor slots, Tensor target_rows, Tensor chunk_flags, "
+    "Tensor? D, Tensor? dt_bias, bool dt_softplus, float dt_min, float dt_max) -> ()",
+    _run_decode_rows,
+)
+store_tails = define(
+    "batch_invariant_decode_store(Tensor(a!) x_rows, Tensor(b!)? z_rows, Tensor(c!) dt_rows, Tensor(d!) B_rows, "
+    "Tensor(e!)? C_rows, Tensor(f!) num_buffered, Tensor(g!)? ring_start, Tensor x, Tensor? z, Tensor dt, Tensor B, "
+    "Tensor? C, Tensor cu_seqlens, Tensor batch_indices, int chunk_size, bool extend) -> ()",
+    _run_store_tails,
+)
+masked_update_rows = define(
+    "masked_update_rows(Tensor(a!) states, Tensor indices, Tensor values) -> ()",
+    _run_masked_update_rows,
+)
+commit = define(
+    "batch_invariant_decode_commit(Tensor(a!) num_buffered, Tensor batch_indices, Tensor num_accepted, "
+    "int max_tokens) -> ()",
+    _run_commit,
+)

@@ -1,0 +1,83 @@
+"""An exact decoder over a ``Case``: prefill by ``chunk_scan``, then steps, in slots full of NaN."""
+
+from __future__ import annotations
+
+import torch
+from ssd_cases import int32
+
+from replayssm.batch_invariant_decode import BatchInvariantDecodeBuffers, batch_invariant_decode_buffered_scan
+
+INPUTS = ("x", "z", "dt", "B", "C")
+
+
+class Decoder:
+    """Slots that hold sequences; ``case`` gives what they share, the parameters."""
+
+    def __init__(self, case, slots=4, *, max_tokens=1, trimmed=False):
+        H, P, G, N = case.sizes
+        self.case = case
+        self.buffers = BatchInvariantDecodeBuffers.allocate(
+            slots, case.chunk_size, H, P, G, N, torch.device("cpu"), case.x.dtype, max_tokens=max_tokens,
+            trimmed=trimmed,
+        )  # fmt: skip
+        for tensor in self.buffers.per_slot().values():
+            if tensor.is_floating_point():
+                tensor.fill_(torch.nan)
+        self.state = torch.full((slots, H, P, N), torch.nan)
+
+    def prefill(self, *pieces):
+        """Scan pieces (slot, case), each from its sequence's first token, in one packed call; the outputs."""
+        slots = torch.tensor([slot for slot, _ in pieces])
+        named = {name: pack([case for _, case in pieces], name) for name in INPUTS}
+        cu_seqlens = bounds([case for _, case in pieces])
+        boundary = self.case.states(len(pieces))
+        out = self.case.scan(**named, cu_seqlens=cu_seqlens, boundary_states=boundary)
+        self.buffers.seed(**named, cu_seqlens=cu_seqlens, batch_indices=slots)
+        self.state[slots] = boundary
+        return out
+
+    def extend(self, *pieces):
+        """Scan further pieces (slot, case) from wherever their sequences are."""
+        slots = torch.tensor([slot for slot, _ in pieces])
+        named = {name: pack([case for _, case in pieces], name) for name in INPUTS}
+        cu_seqlens = bounds([case for _, case in pieces])
+        boundary = self.case.states(len(pieces))
+        out = self.case.scan(
+            **named, cu_seqlens=cu_seqlens, initial_states=self.state[slots], boundary_states=boundary,
+            batch_indices=slots, **self.buffers.unfinished(),
+        )  # fmt: skip
+        self.buffers.extend(**named, cu_seqlens=cu_seqlens, batch_indices=slots)
+        self.state[slots] = boundary
+        return out
+
+    def step(self, slots, cases):
+        """One call with the tokens of each lane's case, all of one length; a copy of the output."""
+        named = {name: None if cases[0].z is None and name == "z" else torch.stack([getattr(c, name) for c in cases])
+                 for name in INPUTS}  # fmt: skip
+        out = batch_invariant_decode_buffered_scan(
+            self.buffers, **named, A=self.case.A, D=self.case.D, dt_bias=self.case.dt_bias,
+            batch_indices=torch.tensor(slots), ssm_state=self.state,
+        )  # fmt: skip
+        return out.clone()
+
+    def commit(self, slots, counts):
+        self.buffers.commit(torch.tensor(slots), torch.tensor(counts))
+
+    def move(self, src, dst):
+        """Preemption and return: everything of a slot elsewhere, the old one poisoned."""
+        for tensor in (*self.buffers.per_slot().values(), self.state):
+            tensor[dst] = tensor[src]
+            tensor[src] = torch.nan if tensor.is_floating_point() else -(1 << 20)
+
+    def slot_bytes(self, slot):
+        tensors = {**self.buffers.per_slot(), "state": self.state}
+        return {name: tensor[slot].contiguous().flatten().view(torch.uint8).clone() for name, tensor in tensors.items()}
+
+
+def pack(cases, name):
+    values = [getattr(case, name) for case in cases]
+    return None if values[0] is None else torch.cat(values)
+
+
+def bounds(cases):
+    return int32(0, *torch.tensor([len(case.x) for case in cases]).cumsum(0).tolist())

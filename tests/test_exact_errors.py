@@ -1,0 +1,229 @@
+"""Wrong calls of exact decode: the error names the argument, and nothing has been written."""
+
+import re
+
+import pytest
+import torch
+from exact_cases import Decoder
+from ssd_cases import int32, random_case
+
+from replayssm.batch_invariant_decode import (
+    BatchInvariantDecodeBuffers,
+    _mamba_chunk_scan_decode_rows,
+    _masked_update_rows,
+    batch_invariant_decode_buffered_scan,
+)
+from replayssm.dispatch import implementation
+
+H, P, G, N, Q, S = 6, 5, 2, 11, 16, 4
+CPU = torch.device("cpu")
+
+
+def decoder(max_tokens=1, **options):
+    case = random_case(20)
+    made = Decoder(case, S, max_tokens=max_tokens, **options)
+    made.prefill((0, case.tokens(0, 5)), (2, case.tokens(0, 9)))
+    return made
+
+
+def arguments(lanes=2, tokens=1):
+    case = random_case(lanes * tokens)
+    named = {name: getattr(case, name).unflatten(0, (lanes, tokens)) for name in ("x", "z", "dt", "B", "C")}
+    return {**named, "A": case.A, "D": case.D, "dt_bias": case.dt_bias, "batch_indices": torch.tensor([2, 0])}
+
+
+def refuse(message, error=ValueError, made=None, call=None, **changes):
+    made = made or decoder()
+    before = [made.slot_bytes(slot) for slot in range(S)]
+    with pytest.raises(error, match=re.escape(message)):
+        batch_invariant_decode_buffered_scan(
+            made.buffers, **{**(call or arguments()), "ssm_state": made.state, **changes}
+        )
+    for slot, old in enumerate(before):
+        assert all(torch.equal(new, old[name]) for name, new in made.slot_bytes(slot).items()), "written"
+
+
+NAMES = list(arguments())
+REQUIRED = [name for name in NAMES if name not in ("z", "D", "dt_bias")]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_state_that_is_not_fp32(dtype):
+    made = decoder()
+    refuse("requires an FP32 SSM state cache", AssertionError, made, ssm_state=made.state.to(dtype))
+
+
+def test_more_than_one_token():
+    refuse("x: expected exactly 1 token a lane, got 2", AssertionError, call=arguments(2, 2))
+    refuse("x: expected exactly 1 token a lane, got 0", AssertionError, call={
+        name: value[:, :0] if name in ("x", "z", "dt", "B", "C") else value for name, value in arguments().items()
+    })  # fmt: skip
+    refuse("x: expected 1..max_tokens=3 tokens a lane, got 4", AssertionError, decoder(3), arguments(2, 4))
+
+
+def test_more_lanes_than_slots():
+    call = {**arguments(5), "batch_indices": torch.full((5,), -1)}
+    refuse("x: expected at most max_requests=4 lanes, got 5", AssertionError, call=call)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "ssm_state"])
+def test_rank_type_and_dtype(name):
+    value = {**arguments(), "ssm_state": decoder().state}[name]
+    refuse(f"{name}: expected shape [", **{name: value.unsqueeze(0).unsqueeze(0)})
+    refuse(f"{name}: expected a torch.Tensor, got list", TypeError, **{name: [1.0]})
+    if name != "ssm_state":
+        refuse(f"{name}: expected dtype ", **{name: value.to(torch.complex64)})
+        refuse("expected device", **{name: value.to("meta")})
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_missing(name):
+    refuse(f"{name}: expected a torch.Tensor, got NoneType", TypeError, **{name: None})
+
+
+@pytest.mark.parametrize("name", ["x", "dt"])
+def test_dtypes_are_those_of_the_buffers(name):
+    refuse(f"{name}: expected dtype torch.float32, got torch.bfloat16", **{name: arguments()[name].bfloat16()})
+
+
+def test_groups():
+    call = arguments()
+    refuse("ngroups=2", B=call["B"][:, :, :1], C=call["C"][:, :, :1])
+
+
+def test_state_of_other_strides():
+    made = decoder()
+    refuse("ssm_state: expected axes 1..3", made=made, ssm_state=torch.zeros(S, H, P, N + 1)[..., :N])
+    refuse("ssm_state: expected elements with memory", made=made, ssm_state=made.state[:1].expand(S, H, P, N))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message", "error"),
+    [
+        ({"dt_softplus": 1}, "dt_softplus: expected True or False, got 1", TypeError),
+        ({"dt_limit": (1.0,)}, "dt_limit: expected a pair of numbers, got (1.0,)", TypeError),
+        ({"dt_limit": (2.0, 1.0)}, "dt_limit: expected 0 <= lower <= upper, got (2.0, 1.0)", ValueError),
+        ({"batch_indices": int32(0, 4)}, "batch_indices: expected values below slots=4, got 4 at [1]", ValueError),
+        ({"batch_indices": int32(2, 2)}, "batch_indices: expected distinct slots, got 2 more than once", ValueError),
+    ],
+)  # fmt: skip
+def test_options_and_slots(changes, message, error):
+    refuse(message, error, **changes)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "field", "value", "message"),
+    [
+        (1, "num_buffered", 16, "num_buffered: expected 0 <= num_buffered <= 15, got 16 at slot 0 of [1]"),
+        (1, "num_buffered", -1, "num_buffered: expected 0 <= num_buffered <= 15, got -1"),
+        (3, "num_buffered", 19, "num_buffered: expected 0 <= num_buffered <= 18, got 19"),
+        (3, "ring_start", 21, "ring_start: expected 0 <= ring_start < 21 rows, got 21 at slot 0 of [1]"),
+    ],
+)
+def test_cursors(max_tokens, field, value, message):
+    made = decoder(max_tokens)
+    getattr(made.buffers, field)[0] = value
+    refuse(message, made=made)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message", "error"),
+    [
+        ({"chunk_size": 15}, "chunk_size: expected 16..256, got 15", ValueError),
+        ({"nheads": 0}, "nheads: expected 1 <= nheads", ValueError),
+        ({"headdim": 2.0}, "headdim: expected an int, got 2.0", TypeError),
+        ({"ngroups": 4}, "ngroups: expected a divisor of nheads=6, got 4", ValueError),
+        ({"dtype": torch.float64}, "dtype: expected torch.bfloat16 or torch.float16 or torch.float32", ValueError),
+        ({"max_tokens": 17}, "max_tokens: expected 1 <= max_tokens <= 16", ValueError),
+    ],
+)
+def test_allocate(changes, message, error):
+    sizes = {"max_requests": S, "chunk_size": Q, "nheads": H, "headdim": P, "ngroups": G, "dstate": N, "device": CPU,
+             "dtype": torch.float32}  # fmt: skip
+    with pytest.raises(error, match=re.escape(message)):
+        BatchInvariantDecodeBuffers.allocate(**{**sizes, **changes})
+
+
+@pytest.mark.parametrize("verb", ["seed", "extend"])
+@pytest.mark.parametrize(
+    ("changes", "message", "error"),
+    [
+        ({"x": torch.zeros(8, H, P + 1)}, "x: expected shape [tokens, nheads=6, headdim=5], got [8, 6, 6]", ValueError),
+        ({"C": None}, "C: expected a torch.Tensor, got NoneType", TypeError),
+        ({"dt": torch.zeros(8, H).bfloat16()}, "dt: expected dtype torch.float32", ValueError),
+        ({"batch_indices": int32(1)}, "batch_indices: expected at least sequences=2", ValueError),
+        ({"batch_indices": int32(1, 4)}, "batch_indices: expected values below slots=4, got 4 at [1]", ValueError),
+        ({"batch_indices": int32(1, 1)}, "batch_indices: expected distinct slots, got 1 more than once", ValueError),
+        ({"cu_seqlens": int32(0, 3, 9)}, "cu_seqlens: expected values that ascend within x's 8 tokens", ValueError),
+        ({"cu_seqlens": int32(0, 3, 8).long()}, "cu_seqlens: expected dtype torch.int32", ValueError),
+    ],
+)
+def test_storing(verb, changes, message, error):
+    made, case = decoder(), random_case(8)
+    call = {name: getattr(case, name) for name in ("x", "z", "dt", "B", "C")}
+    call |= {"cu_seqlens": int32(0, 3, 8), "batch_indices": int32(1, 2)}
+    before = [made.slot_bytes(slot) for slot in range(S)]
+    with pytest.raises(error, match=re.escape(message)):
+        getattr(made.buffers, verb)(**{**call, **changes})
+    for slot, old in enumerate(before):
+        assert all(torch.equal(new, old[name]) for name, new in made.slot_bytes(slot).items())
+
+
+def test_commit():
+    with pytest.raises(ValueError, match="num_accepted: expected max_tokens > 1"):
+        decoder().buffers.commit(torch.tensor([0]), torch.tensor([1]))
+    made = decoder(3)
+    for slots, counts, message in (
+        ([0, 4], [1, 1], "batch_indices: expected values below slots=4, got 4 at [1]"),
+        ([0, 1], [1, 4], "num_accepted: expected 0 <= num_accepted <= 3, got 4 at [1]"),
+        ([0, 1], [1, -1], "num_accepted: expected 0 <= num_accepted <= 3, got -1 at [1]"),
+        ([0, 1], [1], "num_accepted: expected shape [lanes=2], got [1]"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            made.buffers.commit(torch.tensor(slots), torch.tensor(counts))
+        assert made.buffers.num_buffered.tolist() == [5, 0, 9, 0]
+    made.buffers.commit(torch.tensor([2, -1, 0]), torch.tensor([3, 99, 0]))
+    assert made.buffers.num_buffered.tolist() == [5, 0, 12, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"indices": int32(0, 4)}, "indices: expected values below rows=4, got 4 at [1]"),
+        ({"indices": int32(0)}, "values: expected shape [1, 3], one row of states for each index, got [2, 3]"),
+        ({"indices": torch.tensor([0.0, 1.0])}, "indices: expected dtype torch.int32 or torch.int64"),
+        ({"values": torch.ones(2, 3).bfloat16()}, "values: expected dtype torch.float32"),
+        ({"states": torch.zeros(4, 6)[:, ::2]}, "states: expected axes 1..1"),
+    ],
+)
+def test_masked_update_rows(changes, message):
+    call = {"states": torch.zeros(4, 3), "indices": int32(0, 2), "values": torch.ones(2, 3), **changes}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _masked_update_rows(**call)
+    assert bool((call["states"] == 0).all())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target_rows": int32(3, 16)}, "target_rows: expected values below chunk_size=16, got 16 at [1]"),
+        ({"chunk_starts": int32(0, 30)}, "chunk_starts: expected rows within the buffers' 32, got 30 at [1]"),
+        ({"chunk_starts": int32(-1, 0)}, "chunk_starts: expected rows within the buffers' 32, got -1 at [0]"),
+        ({"slots": int32(0, 3)}, "slots: expected 0 <= slots < 3, got 3 at [1]"),
+        ({"chunk_flags": int32(0)}, "chunk_flags: expected shape [lanes=2], got [1]"),
+    ],
+)
+def test_decode_rows(changes, message):
+    case = random_case(32)
+    states, out = torch.zeros(3, H, P, N), torch.full((2, H, P), 7.0)
+    call = {"chunk_starts": int32(0, 16), "slots": int32(0, 1), "target_rows": int32(3, 15), "chunk_flags": int32(0, 1)}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _mamba_chunk_scan_decode_rows(
+            case.x, case.z, case.dt, case.A, case.B, case.C, 16, **{**call, **changes}, initial_states=states, out=out
+        )
+    assert bool((out == 7.0).all()) and bool((states == 0).all())
+
+
+def test_a_gpu_is_refused_in_words():
+    with pytest.raises(NotImplementedError, match=r"replayssm.batch_invariant_decode: .*'cuda:0'.*supported: cpu"):
+        implementation("batch_invariant_decode", torch.device("cuda:0"))
