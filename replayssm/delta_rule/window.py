@@ -8,7 +8,7 @@ gate per head and one per key channel differ in where a decay is applied: behind
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from functools import cache
 from typing import NamedTuple
 
@@ -32,11 +32,10 @@ class _Products(NamedTuple):
 
 def run(
     state: Tensor, tokens: Tokens, q: Tensor | None, out: Tensor | None, wanted: Collection[int]
-) -> Iterator[tuple[int, Tensor]]:
+) -> dict[int, Tensor]:
     """See ``replayssm.delta_rule.token_order.run``."""
     n = tokens.k.shape[1]
-    # Several states may be stored one after the other, the first of them into the slot that is read: then read a copy.
-    S = _aligned(state.to(torch.float32, copy=len(wanted) > 1))
+    S = _aligned(state.float())
     k = _aligned(tokens.k.contiguous())
     products = _products(tokens.decay)
     x = k if q is None else torch.cat((k, q.transpose(0, 1)), 1)
@@ -49,8 +48,7 @@ def run(
         T = q.shape[0]
         weights = _scores(x[:, n:], k, products.pair[:, n - T :]).tril_(n - T)
         out.copy_(torch.baddbmm(read[:, n:], weights, u).transpose(0, 1))
-    for t in sorted(wanted):
-        yield t, _state_after(S, t + 1, k, u, products)
+    return {t: _state_after(S, t + 1, k, u, products) for t in wanted}
 
 
 def _aligned(operand: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from replayssm.delta_rule.gates import Tokens, log_decay, prepared, prepared_que
 from replayssm.gdn_decode.requests import plan_commits, plan_copies, plan_steps, plan_verify
 
 # What "auto" means is decided by the public functions; here every backend has a name.
-_RUN: dict[str, Callable[..., Iterator[tuple[int, Tensor]]]] = {"simt": token_order.run, "tensor_core": window.run}
+_RUN: dict[str, Callable[..., dict[int, Tensor]]] = {"simt": token_order.run, "tensor_core": window.run}
 
 
 def gated_delta_rule_mtp(
@@ -51,7 +51,7 @@ def gated_delta_rule_mtp(
     for row, slot, targets in requests:
         wanted = range(T) if snapshots is not None else [t for t, target in enumerate(targets) if target >= 0]
         own = Tokens.of_request(tokens, row)
-        for t, S in _RUN[backend](initial_state[slot], own, queries[row], output[row], wanted):
+        for t, S in _RUN[backend](initial_state[slot], own, queries[row], output[row], wanted).items():
             if snapshots is not None:
                 snapshots[row, t] = S
             if targets[t] >= 0:
@@ -85,11 +85,10 @@ def gated_delta_rule_replayssm_commit(
         for slot, count, track_slot, track_step in commits:
             tokens = _recorded(rings, slot, 0, count, use_qk_l2norm)
             wanted = {count - 1, track_step} if track_slot >= 0 else {count - 1}
-            for t, S in _RUN[backend](state[slot], tokens, None, None, wanted):
-                if track_slot >= 0 and t == track_step:
-                    state[track_slot] = S
-                if t == count - 1:
-                    state[slot] = S
+            states = _RUN[backend](state[slot], tokens, None, None, wanted)
+            state[slot] = states[count - 1]
+            if track_slot >= 0:
+                state[track_slot] = states[track_step]
 
 
 def gated_delta_rule_replayssm_materialize(
@@ -158,8 +157,7 @@ def gated_delta_rule_checkpointing(
         for ring, new in zip(rings, (v, k, g, beta), strict=True):
             ring[slot][:, at] = new[row].transpose(0, 1)
         tokens = _recorded(rings, slot, start, live + T, use_qk_l2norm)
-        for _ in _RUN[backend](state[slot], tokens, queries[row], output[row], ()):
-            pass
+        _RUN[backend](state[slot], tokens, queries[row], output[row], ())
 
 
 def _recorded(rings: Collection[Tensor], slot: int, start: int, count: int, use_qk_l2norm: bool) -> Tokens:
@@ -178,5 +176,5 @@ def _rows(start: int, count: int, ring_len: int) -> slice | list[int]:
 
 def _fold(source: Tensor, target: Tensor, tokens: Tokens, backend: str) -> None:
     """Write the state after all tokens into ``target``, which may be ``source``."""
-    for _, S in _RUN[backend](source, tokens, None, None, {tokens.k.shape[1] - 1}):
-        target.copy_(S)
+    newest = tokens.k.shape[1] - 1
+    target.copy_(_RUN[backend](source, tokens, None, None, (newest,))[newest])
