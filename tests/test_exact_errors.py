@@ -227,3 +227,22 @@ def test_decode_rows(changes, message):
 def test_a_gpu_is_refused_in_words():
     with pytest.raises(NotImplementedError, match=r"replayssm.batch_invariant_decode: .*'cuda:0'.*supported: cpu"):
         implementation("batch_invariant_decode", torch.device("cuda:0"))
+
+
+@pytest.mark.parametrize("name", ["x", "dt", "B", "C", "z", "A", "D", "dt_bias"])
+def test_the_checked_mode_finds_numbers_that_are_not_finite(name, monkeypatch):
+    monkeypatch.setenv("REPLAYSSM_CHECK", "1")
+    value = arguments()[name].clone()
+    value.flatten()[-1] = torch.inf
+    refuse(f"{name}: expected finite values (REPLAYSSM_CHECK=1), got inf", **{name: value})
+
+
+@pytest.mark.parametrize("name", ["x", "dt", "B", "state"])
+def test_the_checked_mode_looks_at_live_memory_only(name, monkeypatch):
+    monkeypatch.setenv("REPLAYSSM_CHECK", "1")
+    made = decoder()  # slots 1 and 3 hold NaN
+    batch_invariant_decode_buffered_scan(made.buffers, **arguments(), ssm_state=made.state)
+    memory = made.state[2, 0, 0] if name == "state" else getattr(made.buffers, name)[2, 8].flatten()
+    memory[0] = torch.nan
+    full = "ssm_state" if name == "state" else f"buffers.{name}"
+    refuse(f"{full}: expected finite values (REPLAYSSM_CHECK=1), got nan", made=made)

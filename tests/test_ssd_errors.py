@@ -169,3 +169,22 @@ def test_a_gpu_is_refused_in_words():
 
     with pytest.raises(NotImplementedError, match=r"replayssm.ssd: .*supported: cpu"):
         implementation("ssd", torch.device("cuda:0"))
+
+
+@pytest.mark.parametrize("name", ["x", "dt", "B", "C", "z", "A", "D", "dt_bias", "initial_states"])
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_the_checked_mode_finds_numbers_that_are_not_finite(name, value, monkeypatch):
+    monkeypatch.setenv("REPLAYSSM_CHECK", "1")
+    tensor = arguments()[name].clone()
+    tensor.flatten()[-1] = value
+    refuse(f"{name}: expected finite values (REPLAYSSM_CHECK=1), got {value}", **{name: tensor})
+
+
+@pytest.mark.parametrize("name", ["x_buffer", "dt_buffer", "B_buffer"])
+def test_the_checked_mode_looks_at_live_rows_only(name, monkeypatch):
+    monkeypatch.setenv("REPLAYSSM_CHECK", "1")
+    tensor = torch.full_like(arguments()[name], torch.nan)
+    tensor[2, 1:16], tensor[0, 0:3] = 0.5, 0.5  # slot 2: 15 rows from row 1 on; slot 0: 3 rows from row 0 on
+    chunk_scan(**{**arguments(), name: tensor})
+    tensor[2, 15] = torch.nan
+    refuse(f"{name}: expected finite values (REPLAYSSM_CHECK=1), got nan", **{name: tensor})

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from replayssm.batch_invariant_decode.checked import check_values
+from replayssm.checks import checked_mode
 from replayssm.custom_op import define
 from replayssm.dispatch import implementation
 
@@ -13,7 +15,10 @@ _FAMILY = "batch_invariant_decode"
 
 
 def _run_step(ssm_state: Tensor, *args: Any) -> None:
-    implementation(_FAMILY, ssm_state.device).step(ssm_state, *args)
+    run = implementation(_FAMILY, ssm_state.device).step
+    if checked_mode():
+        check_values(ssm_state, *args)
+    run(ssm_state, *args)
 
 
 def _run_decode_rows(initial_states: Tensor, *args: Any) -> None:

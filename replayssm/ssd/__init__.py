@@ -8,15 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from replayssm.checks import checked_mode
 from replayssm.custom_op import define
 from replayssm.dispatch import implementation
 from replayssm.ssd.arguments import check_chunk_scan
+from replayssm.ssd.checked import check_values
 
 __all__ = ["chunk_scan"]
 
 
 def _run(x: Tensor, *args: Any) -> None:
-    implementation("ssd", x.device).chunk_scan(x, *args)
+    run = implementation("ssd", x.device).chunk_scan
+    if checked_mode():
+        check_values(x, *args)
+    run(x, *args)
 
 
 _op = define(
