@@ -55,12 +55,11 @@ class Rows(NamedTuple):
 
 
 def ring_rows(ring: Rows, start: int, count: int) -> list[Rows]:
-    """Views of ``count`` rows of a slot from row ``start`` on, around its end: no piece, one or two."""
+    """Views of ``count >= 1`` rows of a slot from row ``start`` on, around its end: one piece or two."""
     size = ring.x.shape[0]
     start %= size
     first = min(count, size - start)
-    pieces = [ring.part(start, first), ring.part(0, count - first)]
-    return [piece for piece in pieces if piece.x.shape[0]]
+    return [ring.part(start, first)] if first == count else [ring.part(start, first), ring.part(0, count - first)]
 
 
 class Chunk(NamedTuple):
