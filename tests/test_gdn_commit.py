@@ -87,6 +87,16 @@ def test_null_block(null_block_id):
     assert after[:, 4].isfinite().all()
 
 
+def test_only_accepted_tokens_are_tracked():
+    tensors = windows_of_layers(1, 8, 4)
+    track = {"track_state_indices": int32([3, 4, 5, 6]), "track_steps": int32([-1, 1, 2, 3])}
+    after = run(commit, tensors, int32([0, 1, 2, 7]), int32([2, 2, 2, 2]), **track)
+    before = tensors["checkpoint_state"]
+    changed = [slot for slot in range(8) if not torch.equal(after[:, slot], before[:, slot])]
+    assert changed == [0, 1, 2, 4, 7]  # of the steps -1, 1, 2, 3 only 1 lies within two tokens
+    assert torch.equal(after[:, 4], after[:, 1])
+
+
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", BACKENDS)

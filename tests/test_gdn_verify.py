@@ -180,6 +180,19 @@ def test_every_split_of_the_tokens_has_the_same_bits(sizes, dtype):
         assert torch.equal(as_bytes(state), as_bytes(whole.initial_state))
 
 
+@pytest.mark.parametrize("sizes", [(2, 6, 128, 64), (1, 1, 256, 3)])
+def test_simt_has_the_same_bits_on_any_number_of_threads(sizes):
+    call = mtp_call(2, 5, *sizes)
+    one = call.run()
+    try:
+        torch.set_num_threads(2)
+        two = call.run()
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(two.output, one.output)
+    assert torch.equal(as_bytes(two.initial_state), as_bytes(one.initial_state))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sizes", [(2, 6, 16, 11), (1, 3, 65, 33)])
 def test_a_request_has_the_same_bits_in_any_batch_order_and_memory(sizes, backend):

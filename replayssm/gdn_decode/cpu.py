@@ -144,7 +144,6 @@ def gated_delta_rule_checkpointing(
     batch, T = q.shape[:2]
     ring_len = v_cache.shape[2]
     steps = plan_steps(state_batch_indices, pad_slot_id, ring_start, num_live, batch, T, window, ring_len)
-    k, v = k.to(k_cache.dtype), v.to(v_cache.dtype)
     g, beta = log_decay(A_log, a, dt_bias), strength(b)
     queries = prepared_queries(q, scale, use_qk_l2norm)
     rings = v_cache, k_cache, g_cache, beta_cache
