@@ -260,6 +260,31 @@ def test_materialize_writes_what_a_commit_would(norm, backend):
     assert torch.equal(after[:, rest], before[:, rest])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rows", [5, 80])
+def test_materialize_from_a_ring(rows, backend):
+    """The same bits wherever the ring starts; rows that are not live hold NaN."""
+    tensors = windows_of_layers(2, 5, rows)
+    starts, counts = [rows - 2, 1, 0], [4, 3, rows if rows < 80 else 64]
+    straight = {name: t.clone() for name, t in tensors.items()}
+    for slot, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        for name in RECORDS:
+            straight[name][:, slot] = tensors[name][:, slot].roll(-start, 2)
+            dead = [row for row in range(rows) if (row - start) % rows >= count]
+            tensors[name][:, slot, :, dead] = torch.nan
+        for name in RECORDS:
+            straight[name][:, slot, :, count:] = torch.nan
+    lists = int32([0, 1, 2]), int32([3, 1, 4]), int32(counts)
+    after = run(materialize, tensors, *lists, ring_start=int32(starts), backend=backend)
+    expected = run(materialize, straight, *lists, ring_start=int32([0, 0, 0]), backend=backend)
+    assert torch.equal(after, expected) and not torch.equal(after[:, 1], tensors["checkpoint_state"][:, 1])
+    with using("reference"):
+        exact = run(materialize, tensors, *lists, ring_start=int32(starts))
+    assert_close("state", after, exact, FP32)
+    if rows <= 16:
+        assert torch.equal(run(materialize, straight, *lists, backend=backend), expected)
+
+
 @pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float16])
 def test_materialize_against_the_reference_and_null_block(state_dtype):
     tensors = windows_of_layers(2, 7, 3, state_dtype=state_dtype)

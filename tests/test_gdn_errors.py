@@ -244,6 +244,12 @@ def test_materialize_values():
     refuse_recorded(materialize, message, dst_slots=int32([4, 0, 1]))
     refuse_recorded(materialize, "src_slots: expected values below slots=5, got 5", src_slots=int32([5, -1, 0]))
     refuse_recorded(materialize, "dst_slots: expected values below slots=5, got 5", dst_slots=int32([5, -1, 0]))
+    for start in (-1, 4):
+        message = f"ring_start: expected 0 <= ring_start < T=4, got {start} at [2]"
+        refuse_recorded(materialize, message, ring_start=int32([0, 9, start]))
+    refuse_recorded(materialize, "ring_start: expected shape [batch=3], got [2]", ring_start=int32([0, 1]))
+    message = "T: expected 1 <= T <= 80 (tokens in rawv_cache), got 81"
+    refuse_recorded(materialize, message, **windows_of_layers(2, 5, 81), ring_start=int32([0, 0, 0]))
     message = "prefix_lens: expected 0 <= prefix_lens <= T=4, got 5 at [0]"
     refuse_recorded(materialize, message, prefix_lens=int32([5, 9, 0]))
 

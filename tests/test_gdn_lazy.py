@@ -11,6 +11,7 @@ from torch import Tensor
 from replayssm import cursors
 from replayssm.gdn_decode import gated_delta_rule_checkpointing, gated_delta_rule_mtp, lazy
 from replayssm.gdn_decode import gated_delta_rule_replayssm_commit as commit
+from replayssm.gdn_decode import gated_delta_rule_replayssm_materialize as materialize
 from replayssm.testing import (
     as_bytes,
     assert_close,
@@ -142,6 +143,20 @@ def test_lazy_equals_committing_every_step(backend, dtype):
                 commit(probe[None, slot : slot + 1], v_row, k_row, g_row, beta_row, int32([0]), int32([live]))
             assert torch.equal(probe[slot], eager[slot])
     assert flushes > 20
+
+
+def test_materialize_stores_what_a_flush_does():
+    call = lazy_call((5, 8), 3, 8, spare=2)
+    flushed = call.run()
+    slot = int(call.state_batch_indices[1])
+    target = next(s for s in range(5) if s not in call.state_batch_indices.tolist())
+    state = call.state.clone()
+    materialize(
+        state[None], *(getattr(call, name)[None] for name in RINGS), int32([slot]), int32([target]), int32([8]),
+        ring_start=call.ring_start[slot : slot + 1],
+    )  # fmt: skip
+    assert torch.equal(state[target], flushed.state[slot])
+    assert torch.equal(state[slot], call.state[slot])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

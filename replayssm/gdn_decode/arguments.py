@@ -162,7 +162,7 @@ def check_recorded(*arguments: Any) -> None:
             expected = " or ".join(str(dtype) for dtype in allowed)
             raise TypeError(f"{name}: expected dtype {expected}, got {tensor.dtype}")
     for name, index in indices.items():
-        if index is None and name.startswith("track"):
+        if index is None and name in ("track_state_indices", "track_steps", "ring_start"):
             continue
         check_shape(name, index, "batch", sizes)
         check_dtype(name, index, *INDICES)
@@ -173,7 +173,7 @@ def check_recorded(*arguments: Any) -> None:
         raise ValueError(f"{absent}: expected both of track_state_indices and track_steps or neither, got None")
     check_range("null_block_id", null_block_id, -1, (1 << 31) - 1)
     _check_bool("use_qk_l2norm", norm)
-    _check_sizes("rawv_cache", sizes, MAX_TOKENS)
+    _check_sizes("rawv_cache", sizes, MAX_TOKENS if indices.get("ring_start") is None else MAX_WINDOW + MAX_TOKENS)
     _check_backend(backend, tensors["checkpoint_state"].device)
 
 

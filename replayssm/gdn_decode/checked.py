@@ -83,18 +83,20 @@ def gated_delta_rule_replayssm_materialize(
     src_slots: Tensor,
     dst_slots: Tensor,
     prefix_lens: Tensor,
+    ring_start: Tensor | None,
     use_qk_l2norm: bool,
     null_block_id: int,
     backend: str,
 ) -> None:
     """Raise ValueError for a slot or count that cannot be right or a number that is not finite."""
     copies = plan_copies(
-        src_slots, dst_slots, prefix_lens, null_block_id, checkpoint_state.shape[1], rawv_cache.shape[3]
+        src_slots, dst_slots, prefix_lens, ring_start, null_block_id, checkpoint_state.shape[1], rawv_cache.shape[3]
     )  # fmt: skip
     for copy in copies:
         check_finite("checkpoint_state", checkpoint_state[:, copy.src], f" of slot {copy.src}")
         rings = {"rawv_cache": rawv_cache, "rawk_cache": rawk_cache, "g_cache": g_cache, "beta_cache": beta_cache}
-        _check_records({n: t[:, copy.src] for n, t in rings.items()}, range(copy.num_tokens), copy.src)
+        rows = [(copy.start + i) % rawv_cache.shape[3] for i in range(copy.num_tokens)]
+        _check_records({n: t[:, copy.src] for n, t in rings.items()}, rows, copy.src)
 
 
 def gated_delta_rule_checkpointing(

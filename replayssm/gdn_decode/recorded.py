@@ -35,7 +35,7 @@ _commit = define(
 )
 _materialize = define(
     f"gated_delta_rule_replayssm_materialize({_WINDOWS}Tensor src_slots, Tensor dst_slots, Tensor prefix_lens, "
-    "bool use_qk_l2norm, int null_block_id, str backend) -> ()",
+    "Tensor? ring_start, bool use_qk_l2norm, int null_block_id, str backend) -> ()",
     _run_materialize,
 )
 
@@ -127,6 +127,7 @@ def gated_delta_rule_replayssm_materialize(
     dst_slots: Tensor,
     prefix_lens: Tensor,
     *,
+    ring_start: Tensor | None = None,
     use_qk_l2norm: bool = True,
     null_block_id: int = -1,
     backend: str = "auto",
@@ -149,6 +150,9 @@ def gated_delta_rule_replayssm_materialize(
         dst_slots: int32 or int64 ``[B]``: slots that are written, distinct. One may equal its own source, but no other
             request's.
         prefix_lens: int32 or int64 ``[B]``, 0..T: tokens to apply.
+        ring_start: int32 or int64 ``[B]``, 0..T-1: the rows of the first tokens to apply, from where on the windows are
+            rings of T rows; None means 0. With it the layers of ``gated_delta_rule_checkpointing`` can be
+            materialized, whose rings may have up to 80 rows.
         use_qk_l2norm: normalise keys, as the verify did.
         null_block_id: the largest slot that is not one, >= -1.
         backend: as in ``gated_delta_rule_replayssm_commit``.
@@ -168,10 +172,10 @@ def gated_delta_rule_replayssm_materialize(
         [0.0, 0.0, 0.75]
     """
     check_recorded(
-        ("src_slots", "dst_slots", "prefix_lens"), checkpoint_state, rawv_cache, rawk_cache, g_cache, beta_cache,
-        use_qk_l2norm, null_block_id, backend, src_slots, dst_slots, prefix_lens,
+        ("src_slots", "dst_slots", "prefix_lens", "ring_start"), checkpoint_state, rawv_cache, rawk_cache, g_cache,
+        beta_cache, use_qk_l2norm, null_block_id, backend, src_slots, dst_slots, prefix_lens, ring_start,
     )  # fmt: skip
     _materialize(
-        checkpoint_state, rawv_cache, rawk_cache, g_cache, beta_cache, src_slots, dst_slots, prefix_lens, use_qk_l2norm,
-        null_block_id, "simt" if backend == "auto" else backend,
+        checkpoint_state, rawv_cache, rawk_cache, g_cache, beta_cache, src_slots, dst_slots, prefix_lens, ring_start,
+        use_qk_l2norm, null_block_id, "simt" if backend == "auto" else backend,
     )  # fmt: skip

@@ -108,19 +108,20 @@ def gated_delta_rule_replayssm_materialize(
     src_slots: Tensor,
     dst_slots: Tensor,
     prefix_lens: Tensor,
+    ring_start: Tensor | None,
     use_qk_l2norm: bool,
     null_block_id: int,
     backend: str,
 ) -> None:
     """See ``replayssm.gdn_decode.gated_delta_rule_replayssm_materialize``."""
     copies = plan_copies(
-        src_slots, dst_slots, prefix_lens, null_block_id, checkpoint_state.shape[1], rawv_cache.shape[3]
+        src_slots, dst_slots, prefix_lens, ring_start, null_block_id, checkpoint_state.shape[1], rawv_cache.shape[3]
     )  # fmt: skip
     for layer in range(checkpoint_state.shape[0]):
         state = checkpoint_state[layer]
         rings = rawv_cache[layer], rawk_cache[layer], g_cache[layer], beta_cache[layer]
-        for src, dst, count in copies:
-            state[dst] = _replay(state, rings, src, 0, count, use_qk_l2norm)[count]
+        for src, dst, start, count in copies:
+            state[dst] = _replay(state, rings, src, start, count, use_qk_l2norm)[count]
 
 
 def gated_delta_rule_checkpointing(

@@ -44,11 +44,13 @@ class Copy(NamedTuple):
     Attributes:
         src: slot of the checkpoint and of the windows.
         dst: slot that is written; may be ``src``.
+        start: row of the first token to apply.
         num_tokens: tokens to apply; 0 copies the checkpoint as it is.
     """
 
     src: int
     dst: int
+    start: int
     num_tokens: int
 
 
@@ -182,7 +184,13 @@ def plan_commits(
 
 
 def plan_copies(
-    src_slots: Tensor, dst_slots: Tensor, prefix_lens: Tensor, null_block_id: int, num_slots: int, seq_len: int
+    src_slots: Tensor,
+    dst_slots: Tensor,
+    prefix_lens: Tensor,
+    ring_start: Tensor | None,
+    null_block_id: int,
+    num_slots: int,
+    num_rows: int,
 ) -> list[Copy]:
     """Read the indices of ``gated_delta_rule_replayssm_materialize`` back to the host and check them.
 
@@ -190,9 +198,10 @@ def plan_copies(
         src_slots: slots that are read.
         dst_slots: slots that are written.
         prefix_lens: tokens to apply.
+        ring_start: rows of the first tokens, or None for 0.
         null_block_id: slots up to it are ignored.
         num_slots: slots of the pool.
-        seq_len: rows of the windows.
+        num_rows: rows of the windows.
 
     Returns:
         The copies to do.
@@ -202,15 +211,18 @@ def plan_copies(
             read for another.
     """
     copies: list[Copy] = []
-    rows = zip(src_slots.tolist(), dst_slots.tolist(), prefix_lens.tolist(), strict=True)
-    for row, (src, dst, count) in enumerate(rows):
+    starts = [0] * src_slots.shape[0] if ring_start is None else ring_start.tolist()
+    rows = zip(src_slots.tolist(), dst_slots.tolist(), prefix_lens.tolist(), starts, strict=True)
+    for row, (src, dst, count, start) in enumerate(rows):
         if min(src, dst) <= null_block_id:
             continue
         _check_slot("src_slots", src, num_slots, row)
         _check_slot("dst_slots", dst, num_slots, row)
-        if not 0 <= count <= seq_len:
-            raise ValueError(f"prefix_lens: expected 0 <= prefix_lens <= T={seq_len}, got {count} at [{row}]")
-        copies.append(Copy(src, dst, count))
+        if not 0 <= count <= num_rows:
+            raise ValueError(f"prefix_lens: expected 0 <= prefix_lens <= T={num_rows}, got {count} at [{row}]")
+        if not 0 <= start < num_rows:
+            raise ValueError(f"ring_start: expected 0 <= ring_start < T={num_rows}, got {start} at [{row}]")
+        copies.append(Copy(src, dst, start, count))
     _check_distinct("dst_slots", [copy.dst for copy in copies])
     own = {copy.dst: copy.src for copy in copies}
     for copy in copies:
