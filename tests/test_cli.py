@@ -296,8 +296,10 @@ def _in_terminal(*arguments):
     """Run the command in a pseudo-terminal; return the process and the terminal's end to read."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [*COMMAND, *arguments], cwd=ROOT, env=ENVIRONMENT, stdin=theirs, stdout=theirs, stderr=theirs
-    )
+        [*COMMAND, *arguments], cwd=ROOT, env=ENVIRONMENT, stdin=theirs, stdout=theirs, stderr=theirs,
+        # A shell's background job ignores Ctrl-C, and so would everything it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     os.close(theirs)
     return process, ours
 
