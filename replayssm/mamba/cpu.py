@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from replayssm.mamba.requests import Request, plan, plan_copies
-from replayssm.mamba.slots import Layout, Noise, PointerTables, Slot, store
+from replayssm.mamba.copies import materialize_with
+from replayssm.mamba.requests import Request, plan
+from replayssm.mamba.slots import Noise, Slot, store
 from replayssm.mamba.window import fold, read_rows, score, write_rows
-from replayssm.rounding import decode, layer_seed
+from replayssm.rounding import decode
 
 
 class _Parameters(NamedTuple):
@@ -169,60 +171,9 @@ def _processed(dt: Tensor, parameters: _Parameters) -> Tensor:
     return dt
 
 
-def replayssm_materialize(
-    state_ptrs: Tensor,
-    state_slot_strides: Tensor,
-    x_cache_ptrs: Tensor,
-    x_cache_slot_strides: Tensor,
-    B_cache_ptrs: Tensor,
-    B_cache_slot_strides: Tensor,
-    dt_cache_ptrs: Tensor,
-    dt_cache_slot_strides: Tensor,
-    A_ptrs: Tensor,
-    state_scale_ptrs: Tensor,
-    state_scale_slot_strides: Tensor,
-    src_slots: Tensor,
-    dst_slots: Tensor,
-    ring_start: Tensor,
-    replay_prefix_len: Tensor,
-    active_request_indices: Tensor,
-    state_dtype: torch.dtype,
-    input_dtype: torch.dtype,
-    matrixA_dtype: torch.dtype,
-    dim: int,
-    dstate: int,
-    num_heads: int,
-    heads_per_group: int,
-    max_window: int,
-    ring_buffer_len: int,
-    pad_slot_id: int,
-    rand_seed: Tensor | None,
-    philox_rounds: int,
-    dependency_inputs: list[Tensor],
-    dependency_outputs: list[Tensor],
-) -> None:
-    """See ``replayssm.mamba.replayssm_materialize``."""
-    tables = PointerTables(
-        Layout(state_dtype, input_dtype, matrixA_dtype, dim, dstate, num_heads, heads_per_group, ring_buffer_len),
-        {"state": state_ptrs, "x_cache": x_cache_ptrs, "B_cache": B_cache_ptrs, "dt_cache": dt_cache_ptrs,
-         "A": A_ptrs, "state_scale": state_scale_ptrs},
-        {"state": state_slot_strides, "x_cache": x_cache_slot_strides, "B_cache": B_cache_slot_strides,
-         "dt_cache": dt_cache_slot_strides, "state_scale": state_scale_slot_strides},
-    )  # fmt: skip
-    copies = plan_copies(
-        src_slots, dst_slots, ring_start, replay_prefix_len, active_request_indices, pad_slot_id, max_window,
-        ring_buffer_len,
-    )  # fmt: skip
-    tables.check(copies, dependency_inputs, dependency_outputs)
-    seed = int(rand_seed.item()) if rand_seed is not None and philox_rounds > 0 else None
-    for copy in copies:
-        source, target = tables.slot(copy.layer, copy.src), tables.slot(copy.layer, copy.dst)
-        if copy.num_rows == 0:
-            target.state.copy_(source.state)
-            if target.scale is not None and source.scale is not None:
-                target.scale.copy_(source.scale)
-            continue
-        x, B, dt = (read_rows(ring, copy.start, copy.num_rows) for ring in (source.x, source.B, source.dt))
-        values = fold(decode(source.state, source.scale), x, B, dt, tables.A(copy.layer).float().unsqueeze(1))
-        noise = None if seed is None else Noise(layer_seed(seed, copy.layer), philox_rounds)
-        store(target, copy.dst, values, noise)
+def _folded(source: Slot, A: Tensor, start: int, num_rows: int) -> Tensor:
+    x, B, dt = (read_rows(ring, start, num_rows) for ring in (source.x, source.B, source.dt))
+    return fold(decode(source.state, source.scale), x, B, dt, A.float().unsqueeze(1))
+
+
+replayssm_materialize = partial(materialize_with, _folded)
