@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,7 @@ class ReplayCache(Cache):
 
     Attributes:
         pool: the pool; its slots are freed by ``close`` or at the end of a ``with`` block.
+        slots: int64, the pool's slots of the selected rows, -1 for padding; where they lie never changes.
         traffic: counts of what was read and written.
         exact: whether the mixers' matrix products were measured to treat every row alike.
 
@@ -119,24 +121,36 @@ class ReplayCache(Cache):
         # Layers that the newest forward has not run yet.
         self._unfinished = 0
         self._rows: list[int] = []
-        self._selected = self._slots
+        # One place for the slots of every selection, because a captured graph reads them there.
+        with torch.inference_mode(False):
+            self._selectable = torch.zeros_like(self._slots)
+        self.slots = self._selectable[:0]
+        # Per row the tokens of its newest forward and how many to keep, where commits are left to a later forward.
+        self._owed: list[tuple[int, int]] | None = None
+        self._recording = False
         self.select(range(batch_size))
 
-    def select(self, rows: Sequence[int]) -> None:
+    def select(self, rows: Sequence[int], total: int | None = None) -> None:
         """Let the next forwards have these rows of the batch only, in this order. Accepts what is pending.
 
         Args:
             rows: distinct numbers in ``0..batch_size-1``.
+            total: rows of the forwards, ``len(rows)..batch_size``; those behind the selected ones are padding, of which
+                nothing gets into the pool. None: no padding.
         """
         self.accept()
         # Nearly always what it was; only other rows are looked at.
-        if isinstance(rows, list) and rows == self._rows:
+        if isinstance(rows, list) and rows == self._rows and (total or len(rows)) == self.slots.shape[0]:
             return
         chosen = integers("rows", rows)
+        total = len(chosen) if total is None else total
         if len(set(chosen)) != len(chosen) or not all(0 <= row < len(self._lengths) for row in chosen):
             raise ValueError(f"rows: expected distinct numbers in 0..{len(self._lengths) - 1}, got {chosen}")
+        check_range("total", total, len(chosen), len(self._lengths))
         self._rows = chosen
-        self._selected = self._slots[chosen]
+        self.slots = self._selectable[:total]
+        self.slots[: len(chosen)] = self._slots[chosen]
+        self.slots[len(chosen) :] = -1
 
     def _check_usable(self) -> None:
         if not self._slots.numel():
@@ -161,15 +175,21 @@ class ReplayCache(Cache):
         """
         if first is not self._mixers[0]:
             raise ValueError("ReplayCache: made for another model; make one with ReplayCache(model, ...)")
+        if not self._recording:
+            self.book_forward(batch, seq_len)
+            self._unfinished = len(self._mixers)
+
+    def book_forward(self, batch: int, seq_len: int) -> None:
+        """The part of ``begin_forward`` that the host keeps; called alone for a forward that a graph runs."""
         self.accept()
-        if batch != len(self._rows):
-            raise ValueError(f"input_ids: expected {len(self._rows)} rows as the ReplayCache has, got {batch}")
+        if batch != self.slots.shape[0]:
+            raise ValueError(f"input_ids: expected {self.slots.shape[0]} rows as the ReplayCache has, got {batch}")
         if not seq_len:
             raise ValueError("input_ids: expected at least one token, got none")
         new = [self._lengths[row] == 0 for row in self._rows]
         if all(new):
             self._prefill = Prefill(self._family, batch, self.pool.device)
-            self.pool.reset(self._selected)
+            self.pool.reset(self.slots)
         elif any(new):
             raise ValueError("ReplayCache: rows with and without a past cannot share a forward; see select")
         elif seq_len > self.pool.max_tokens:
@@ -182,7 +202,15 @@ class ReplayCache(Cache):
             self._count(seq_len)
         for row in self._rows:
             self._lengths[row] += seq_len
-        self._unfinished = len(self._mixers)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """While a graph captures a forward, which runs when the graph is replayed: nothing is booked here."""
+        self._recording = True
+        try:
+            yield
+        finally:
+            self._recording = False
 
     def _count(self, seq_len: int) -> None:
         traffic, window = self.traffic, self.pool.window
@@ -199,7 +227,7 @@ class ReplayCache(Cache):
         pool, weights = self.pool, self._weights[position]
         if self._prefill is not None:
             out, state, conv_window = self._prefill.run(mixer, weights, hidden_states)
-            pool.write_state(position, self._selected, state, conv_window)
+            pool.write_state(position, self.slots, state, conv_window)
         else:
             out = self._family.replay_forward(
                 mixer,
@@ -207,11 +235,12 @@ class ReplayCache(Cache):
                 hidden_states,
                 pool.buffers[position],
                 pool.cursors,
-                self._selected,
+                self.slots,
                 pool.window,
                 pool.rand_seed,
             )
-        self._unfinished -= 1
+        if not self._recording:
+            self._unfinished -= 1
         return out
 
     def accept(self, num_accepted: Sequence[int] | None = None) -> None:
@@ -235,11 +264,28 @@ class ReplayCache(Cache):
             raise ValueError("num_accepted: expected a forward after the prefill that is not accepted yet, found none")
         if len(num_accepted) != len(self._rows) or not all(0 <= n <= pending for n in num_accepted):
             raise ValueError(f"num_accepted: expected {len(self._rows)} numbers in 0..{pending}, got {num_accepted}")
-        self.pool.commit(self._selected, torch.tensor(num_accepted, device=self._selected.device), pending)
+        if self._owed is None:
+            kept = num_accepted + [0] * (self.slots.shape[0] - len(num_accepted))
+            self.pool.commit(self.slots, torch.tensor(kept, device=self.slots.device), pending)
+        else:
+            for row, accepted in zip(self._rows, num_accepted, strict=True):
+                self._owed[row] = (pending, accepted)
         for row, accepted in zip(self._rows, num_accepted, strict=True):
             self._live[row] += accepted
             self._lengths[row] += accepted - pending
         self._pending = 0
+
+    def defer_commits(self) -> None:
+        """From now on leave it to the caller to commit what was accepted, before the rows' next forward."""
+        self._owed = [(0, 0)] * len(self._lengths)
+
+    def take_owed(self) -> list[tuple[int, int]]:
+        """For every selected row the arguments ``seq_len`` and ``num_accepted`` of the commit that it is owed."""
+        assert self._owed is not None
+        owed = [self._owed[row] for row in self._rows]
+        for row in self._rows:
+            self._owed[row] = (0, 0)
+        return owed
 
     def moved_bytes(self) -> tuple[int, int]:
         """Bytes of checkpoints (with scales) and ring rows that the verifies so far have read and written, all layers.
@@ -303,6 +349,8 @@ class ReplayCache(Cache):
         self.pool.reset(self._slots)
         self._lengths = [0] * len(self._lengths)
         self._live = [0] * len(self._live)
+        if self._owed is not None:
+            self.defer_commits()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Not supported.
