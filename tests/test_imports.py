@@ -21,6 +21,7 @@ LAYERS = [
     {"batch_invariant_decode"},
     {"cache"},
     {"hf", "models"},
+    {"bench"},
     {"cli", "__main__"},
 ]
 UNLAYERED = {"__init__", "testing"}  # the package itself holds a version only; oracles may use everything

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from replayssm import __version__
+from replayssm.bench import FAMILIES, Family, Options
 from replayssm.cli.errors import UsageError
 
 GENERATE_EXAMPLES = """\
@@ -16,6 +17,14 @@ examples:
   replayssm generate --compare                         speed and memory, with and without speculation
   replayssm generate ./my-mamba2 --draft ./my-draft-model --prompt-file question.txt
   git diff | replayssm generate ./my-mamba2 --temperature 0.8 --seed 7 > answer.txt
+"""
+
+BENCH_EXAMPLES = """\
+examples:
+  replayssm bench mamba                                the standard table of this device
+  replayssm bench mamba --op step --state-dtype bf16,fp32 --tokens 1,4 --batch 8,64 --mode mix
+  replayssm bench mamba --quick --json                 a few small cases, for a script
+  replayssm bench mamba --output results --plot        CSV files and pictures
 """
 
 DRAFT_HELP = """\
@@ -47,6 +56,22 @@ def _number(kind: type[int] | type[float], low: float, high: float = float("inf"
     return parse
 
 
+def _list(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Return an argparse type: values that ``parse`` takes, with commas between them."""
+    return lambda text: [parse(part) for part in text.split(",")]
+
+
+def _one_of(names: tuple[str, ...]) -> Callable[[str], str]:
+    """Return an argparse type: one of ``names``."""
+
+    def parse(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"expected some of {', '.join(names)}, got '{text}'")
+        return text
+
+    return parse
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line; ``options.command`` names the module that runs."""
     parser = _Parser(
@@ -57,6 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"replayssm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     _add_generate(commands)
+    _add_bench(commands)
     info = commands.add_parser(
         "info", help="versions, devices and what runs where", description="Versions, devices and what runs where."
     )
@@ -116,3 +142,61 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
         help="also run without drafts and with transformers' own generate; print speed, accept rate, memory",
     )
     output.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+
+
+def _add_bench(commands: argparse._SubParsersAction) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="check the ops, then time them",
+        description="Check an op against its fp64 reference, then time it, beside other libraries.",
+        epilog=BENCH_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    families = bench.add_subparsers(dest="family", required=True, metavar="FAMILY", parser_class=_Parser)
+    for name, family in FAMILIES.items():
+        _add_bench_family(families, name, family)
+
+
+def _add_bench_family(families: argparse._SubParsersAction, name: str, family: Family) -> None:
+    parser = families.add_parser(
+        name,
+        help=family.summary,
+        description=f"{family.summary}. Several values: 1,4,8. They replace those of the standard table.",
+    )
+    parser.set_defaults(options_type=Options)
+    lines = parser.add_argument_group("what is measured")
+    names, sizes = (lambda known: _list(_one_of(known))), _list(_number(int, 1))
+    lines.add_argument("--op", dest="ops", type=names(family.ops), metavar="OP", help=", ".join(family.ops))
+    if family.modes:
+        lines.add_argument(
+            "--mode", dest="modes", type=names(family.modes), metavar="MODE", help=", ".join(family.modes)
+        )
+    else:
+        parser.set_defaults(modes=None)
+    lines.add_argument(
+        "--state-dtype",
+        dest="state_dtypes",
+        type=names(family.state_dtypes),
+        metavar="TYPE",
+        help=", ".join(family.state_dtypes),
+    )
+    lines.add_argument("--tokens", type=sizes, metavar="N", help="new tokens of a step")
+    lines.add_argument("--batch", dest="batches", type=sizes, metavar="N", help="requests")
+    lines.add_argument("--heads", type=sizes, metavar="N", help="heads that have a state")
+    lines.add_argument("--groups", type=sizes, metavar="N", help="heads of B and C, or of keys and queries")
+    lines.add_argument("--quick", action="store_true", help="a few small cases and fewer repeats")
+    lines.add_argument(
+        "--no-peers",
+        dest="peers",
+        action="store_false",
+        help="leave out other libraries, which may compile for minutes",
+    )
+    _add_bench_output(parser)
+
+
+def _add_bench_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", metavar="cpu|cuda", help="where to run (default: cuda if there is one)")
+    output = parser.add_argument_group("output")
+    output.add_argument("--output", metavar="DIR", help="write one CSV file per table there")
+    output.add_argument("--plot", action="store_true", help="and pictures; needs matplotlib")
+    output.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")

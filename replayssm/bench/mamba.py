@@ -1,0 +1,223 @@
+"""Mamba-2: a step over checkpoint and ring, and materialize. Head dim 64, state dim 128, window 16.
+
+``hold``: 8 live rows, no state is written. ``flush``: every request writes its state. ``mix``: 0, 1, ..., 16,
+0, ... live rows through the batch, as in a server. The floor of a step is the time of its bytes at the copy ceiling:
+states, live rows, tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import torch
+
+from replayssm.bench import BadOption, Case, Options, Row, Tables, flashinfer, vary
+from replayssm.bench.mamba_buffers import (
+    DTYPES,
+    WINDOW,
+    check_materialize,
+    check_step,
+    live_rows,
+    materialize_arguments,
+    ordinary_step,
+    state_bytes,
+    step_buffers,
+    step_bytes,
+)
+from replayssm.bench.plot import Panel, Plot, Series
+from replayssm.bench.timing import Timer
+from replayssm.mamba import checkpointing_ssu, replayssm_materialize
+
+LAYERS = {"cuda": 24, "cpu": 2}
+BATCHES = (1, 8, 16, 32, 64, 128, 256, 512)
+HEADS = ((128, 8), (16, 1))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of the table of steps."""
+
+    state: str
+    heads: int
+    groups: int
+    tokens: int
+    mode: str
+    batch: int
+
+
+@dataclass(frozen=True)
+class Materialize:
+    """One line of the table of materialize."""
+
+    state: str
+    heads: int
+    groups: int
+    prefix: int
+    batch: int
+
+
+def cases(options: Options) -> list[Case]:
+    """See ``replayssm.bench``."""
+    given = {"state": options.state_dtypes, "batch": options.batches, "heads": options.heads, "groups": options.groups}
+    ops = options.ops or ("step", "materialize")
+    result = []
+    if "step" in ops:
+        steps = vary(_standard_steps(options), **given, tokens=options.tokens, mode=options.modes)
+        result += [Case("mamba", _label(line), partial(_run_step, line, options.peers)) for line in steps]
+    if "materialize" in ops:
+        lines = vary(_standard_materialize(options), **given)
+        result += [Case("materialize", _label(line), partial(_run_materialize, line, options.peers)) for line in lines]
+    for line in [case.run.args[0] for case in result]:  # type: ignore[attr-defined]
+        if line.heads % line.groups:
+            raise BadOption(f"{line.heads} heads cannot share {line.groups} groups evenly")
+        if isinstance(line, Step) and line.tokens > WINDOW:
+            raise BadOption(f"at most {WINDOW} tokens fit the window, got {line.tokens}")
+    return result
+
+
+def _standard_steps(options: Options) -> list[Step]:
+    if options.device == "cpu":
+        batches = (1,) if options.quick else (1, 4)
+        return [Step(s, 16, 1, t, m, b) for s in ("fp32", "bf16") for t in (1, 4) for m in ("hold", "mix", "flush")
+                for b in batches if m != "mix" or b > 1 or options.quick]  # fmt: skip
+    if options.quick:
+        return [Step(s, 128, 8, t, "mix", b) for s in ("bf16", "fp32") for t in (1, 4) for b in (1, 32, 256)]
+    wide, few = ("bf16", "fp32"), (1, 32, 256)
+    lines = [Step(s, 128, 8, t, "mix", b) for s in wide for t in (1, 4, 8) for b in BATCHES]
+    lines += [Step(s, 128, 8, t, m, b) for s in wide for t in (1, 4, 8) for m in ("hold", "flush") for b in few]
+    lines += [Step(s, 128, 8, t, "mix", b) for s in ("fp16", "int8", "fp8") for t in (1, 4, 8) for b in few]
+    return lines + [Step(s, 16, 1, t, "mix", b) for s in wide for t in (1, 4, 8) for b in (1, 16, 64, 256)]
+
+
+def _standard_materialize(options: Options) -> list[Materialize]:
+    if options.device == "cpu" or options.quick:
+        heads, batches = ((16, 1), (2,)) if options.device == "cpu" else ((128, 8), (1, 16))
+        return [Materialize(s, *heads, c, b) for s in ("fp32", "bf16") for b in batches for c in (0, 8)]
+    lines = [Materialize(s, 128, 8, c, b) for s in ("bf16", "fp32") for b in (1, 16, 64) for c in (0, 1, 8, 16)]
+    return lines + [Materialize(s, *h, 8, 16) for s, h in (("int8", HEADS[0]), ("fp8", HEADS[0]), ("bf16", HEADS[1]))]
+
+
+def _label(line: Step | Materialize) -> str:
+    """The line in words, for progress and errors."""
+    what = f"{line.tokens} token(s), {line.mode}" if isinstance(line, Step) else f"materialize, prefix {line.prefix}"
+    return f"{line.state} state, {line.heads}/{line.groups} heads, {what}, batch {line.batch}"
+
+
+def _columns(line: Step | Materialize) -> Row:
+    return {field.name: getattr(line, field.name) for field in fields(line)}
+
+
+def _run_step(line: Step, peers: bool, timer: Timer) -> Row:
+    """Check and time one step, with its peers."""
+    live = live_rows(line.mode, line.batch).to(timer.device)
+    one = state_bytes(line.state, line.heads) * line.batch
+    pools = [step_buffers(line.batch, line.heads, line.groups, line.tokens, line.state, live)
+             for _ in range(timer.sets(one))]  # fmt: skip
+    error = check_step(_label(line), pools[0])
+    ways = {"us": [partial(checkpointing_ssu, **pool) for pool in pools]}
+    times = timer.micros(ways)
+    moved = step_bytes(line.heads, line.groups, line.tokens, line.state, live, pools[0]["x"].element_size())
+    floor = moved / timer.ceiling
+    row = _columns(line) | {
+        "us": times["us"], "bytes": moved, "floor_us": floor, "of_ceiling": floor / times["us"], "error": error,
+    }  # fmt: skip
+    return row | (_step_peers_cpu if timer.device.type == "cpu" else _step_peers)(line, pools, peers, timer)
+
+
+def _step_peers_cpu(line: Step, pools: list[dict[str, Any]], peers: bool, timer: Timer) -> Row:
+    plain = None
+    if peers and DTYPES[line.state].is_floating_point and line.state != "fp8":
+        plain = timer.micros({"plain": [partial(ordinary_step, pool) for pool in pools]})["plain"]
+    return {"flashinfer_us": None, "plain_us": plain, "peers": None if plain is None else "torch operations, this run"}
+
+
+def _step_peers(line: Step, pools: list[dict[str, Any]], peers: bool, timer: Timer) -> Row:
+    """FlashInfer's ``checkpointing_ssu`` (the best of its kernels) and its update without a ring."""
+    found = flashinfer.version() if peers else None
+    if found is None:
+        known = partial(flashinfer.published_step, line.state, line.tokens, batch=line.batch, heads=line.heads,
+                        groups=line.groups)  # fmt: skip
+        ours, plain = (known(mode=mode) if _is_h200() else None for mode in (line.mode, "plain"))
+        return {"flashinfer_us": ours, "plain_us": plain, "peers": ours and flashinfer.PUBLISHED}
+    scaled = pools[0]["state_scale"] is not None
+    kernels = ("monolith",) if scaled else ("monolith", "two-kernel")
+    ring = [_peer(timer, [flashinfer.checkpointing_ssu(pool, kernel) for pool in pools]) for kernel in kernels]
+    plain = None if scaled else _peer(timer, [flashinfer.selective_state_update(pool) for pool in pools])
+    return {
+        "flashinfer_us": min((micros for micros in ring if micros is not None), default=None),
+        "plain_us": plain,
+        "peers": f"FlashInfer {found}, this run",
+    }
+
+
+def _peer(timer: Timer, calls: list[Callable[[], object]]) -> float | None:
+    """Time a peer; None if it refuses these shapes, or does not compile here."""
+    try:
+        for call in calls:
+            call()
+        return timer.micros({"us": calls})["us"]
+    except (RuntimeError, ValueError, AssertionError, OSError):
+        return None
+
+
+def _is_h200() -> bool:
+    return "H200" in torch.cuda.get_device_name()
+
+
+def _run_materialize(line: Materialize, peers: bool, timer: Timer) -> Row:
+    """Check and time one materialize of all layers."""
+    layers = LAYERS[timer.device.type]
+    live = torch.full((2 * line.batch,), line.prefix, device=timer.device)
+    pool = [step_buffers(2 * line.batch, line.heads, line.groups, 1, line.state, live) for _ in range(layers)]
+    tables, options = materialize_arguments(pool, line.batch, line.prefix)
+    error = check_materialize(_label(line), pool, tables, options)
+    calls: list[Callable[[], object]] = [partial(replayssm_materialize, *tables, **options)] * 3
+    micros = timer.micros({"us": calls})["us"]
+    moved = 2 * layers * line.batch * state_bytes(line.state, line.heads)
+    floor = moved / timer.ceiling
+    row = _columns(line) | {
+        "layers": layers, "us": micros, "bytes": moved, "floor_us": floor, "of_ceiling": floor / micros,
+        "over_floor": micros / floor, "error": error,
+    }  # fmt: skip
+    if timer.device.type == "cpu" or not peers:
+        return row | {"flashinfer_us": None, "peers": None}
+    found = flashinfer.version()
+    if found is not None:
+        theirs = _peer(timer, [flashinfer.replayssm_materialize(tables, options)] * 3)
+        return row | {"flashinfer_us": theirs, "peers": f"FlashInfer {found}, this run"}
+    known = None
+    if _is_h200():
+        known = flashinfer.published_materialize(line.state, line.prefix, line.batch, line.heads, layers)
+    return row | {"flashinfer_us": known, "peers": known and flashinfer.PUBLISHED}
+
+
+def plots(tables: Tables) -> list[Plot]:
+    """See ``replayssm.bench``."""
+    return [plot for plot in (_step_plot(tables.get("mamba", [])),) if plot.panels]
+
+
+def _step_plot(rows: list[Row]) -> Plot:
+    """Time over the byte floor by batch, at the most heads that were measured."""
+    heads = max((row["heads"] for row in rows), default=0)
+    mixes = [row for row in rows if row["mode"] == "mix" and row["heads"] == heads]
+    panels = []
+    for state, tokens in dict.fromkeys((row["state"], row["tokens"]) for row in mixes):
+        chosen = sorted((row for row in mixes if (row["state"], row["tokens"]) == (state, tokens)),
+                        key=lambda row: row["batch"])  # fmt: skip
+        if len(chosen) < 4:
+            continue
+        series = [Series("replayssm", *_over_floor(chosen, "us"), ours=True)]
+        for column, label in (("flashinfer_us", "FlashInfer"), ("plain_us", "no ring")):
+            x, y = _over_floor(chosen, column)
+            series += [Series(label, x, y)] if x else []
+        panels.append(Panel(f"{state} state, T = {tokens}", series))
+    title = f"checkpointing_ssu, mixed batch, {heads} heads of 64 x 128"
+    return Plot("mamba", title, "batch", "time over byte floor", panels, limit="byte floor")
+
+
+def _over_floor(rows: list[Row], column: str) -> tuple[list[float], list[float]]:
+    timed = [row for row in rows if row[column] is not None]
+    return [row["batch"] for row in timed], [row[column] / row["floor_us"] for row in timed]

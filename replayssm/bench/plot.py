@@ -1,0 +1,112 @@
+"""Pictures of tables. Only `draw` needs matplotlib, the extra ``bench``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_OURS, _LIMIT = "#1b6ca8", "#d98324"
+_PEERS = ("#9aa5b1", "#5f6b7a", "#c3cad3")
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve or one colour of bars.
+
+    Attributes:
+        label: its name in the legend.
+        x: places on the horizontal axis; for bars, their names.
+        y: values.
+        ours: drawn in the colour of this library, others in shades of grey.
+    """
+
+    label: str
+    x: Sequence[float | str]
+    y: Sequence[float]
+    ours: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One diagram of a picture: its title and its series."""
+
+    title: str
+    series: Sequence[Series]
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One picture: panels side by side with the same axes.
+
+    Attributes:
+        name: name of the file, without the ending.
+        title: above everything.
+        x_label: of every panel.
+        y_label: of the first one.
+        panels: from left to right.
+        limit: name of the line at 1, if there is one.
+        bars: bars at named places instead of curves over logarithmic axes.
+    """
+
+    name: str
+    title: str
+    x_label: str
+    y_label: str
+    panels: Sequence[Panel]
+    limit: str | None = None
+    bars: bool = False
+
+
+def draw(plot: Plot, folder: Path) -> Path:
+    """Write the picture as a PNG and return its path.
+
+    Args:
+        plot: what to draw.
+        folder: where; it must exist.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    count = len(plot.panels)
+    size = (8, 3.6) if count == 1 else (2.75 * count, 3)
+    figure, panels = plt.subplots(1, count, figsize=size, sharey=True, squeeze=False)
+    for axes, panel in zip(panels[0], plot.panels, strict=True):
+        greys = iter(_PEERS)
+        for series in panel.series:
+            colour = _OURS if series.ours else next(greys)
+            if plot.bars:
+                axes.bar(range(len(series.x)), series.y, color=colour, label=series.label)
+                axes.set_xticks(range(len(series.x)), series.x, fontsize=8)
+            else:
+                axes.plot(series.x, series.y, "o-", color=colour, label=series.label, markersize=4)
+        if plot.limit is not None:
+            axes.axhline(1, color=_LIMIT, linewidth=1.2, label=plot.limit)
+        if not plot.bars:
+            _logarithmic(axes, panel)
+        axes.set_title(panel.title, fontsize=10)
+        axes.set_xlabel(plot.x_label)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_ylabel(plot.y_label)
+    panels[0][-1].legend(frameon=False, fontsize=8)
+    figure.suptitle(plot.title, fontsize=10, y=1.04 if count > 1 else 0.98)
+    path = folder / f"{plot.name}.png"
+    figure.savefig(path, dpi=130, bbox_inches="tight")
+    plt.close(figure)
+    return path
+
+
+def _logarithmic(axes, panel: Panel) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
+    places = sorted({place for series in panel.series for place in series.x})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(places, map(str, places), fontsize=7)
+    axes.minorticks_off()
+    axes.set_yscale("log", base=2)
+    highest = max((value for series in panel.series for value in series.y), default=1)
+    ticks = [2**power for power in range(12) if 2 ** (power - 1) < highest]
+    axes.set_yticks(ticks, map(str, ticks))
