@@ -1,27 +1,31 @@
-"""A decoder with two Mamba-2 layers of odd sizes: its steps through a pool, and its truth over a list of tokens."""
+"""A decoder with two recurrent layers of odd sizes: its steps through a pool, and its truth over a list of tokens."""
 
 from dataclasses import fields
 
 import torch
-from torch.nn.functional import silu, softplus
+from torch.nn.functional import logsigmoid, normalize, silu, softplus
 
-from replayssm.cache import Mamba2Layer, ReplayPool
+from replayssm.cache import GDNLayer, Mamba2Layer, ReplayPool
 from replayssm.conv import causal_conv1d_replay
+from replayssm.gdn_decode import gated_delta_rule_checkpointing
 from replayssm.mamba import checkpointing_ssu
 
 VOCABULARY = 40
 NAN = float("nan")
+MAMBA2 = ((4, 3, 5, 2, 3), (6, 2, 3, 3, 4))
+# A kind of each; of the second layer value heads, value dim, key dim, key heads and the convolution's width.
+MIXED = (MAMBA2[0], GDNLayer(6, 3, 5, 2, 4))
 
 
 class Decoder:
     """Each layer sees its own random embedding of the tokens; layers are not stacked, which hides nothing."""
 
-    def __init__(self, sizes=((4, 3, 5, 2, 3), (6, 2, 3, 3, 4)), seed=0):
+    def __init__(self, sizes=MAMBA2, seed=0):
         generator = torch.Generator().manual_seed(seed)
-        self.layers = [Mamba2Layer(*each) for each in sizes]
+        self.layers = [each if isinstance(each, GDNLayer) else Mamba2Layer(*each) for each in sizes]
         self.weights = []
         for layer in self.layers:
-            heads, channels = layer.nheads, layer.conv_channels
+            heads, channels = next(iter(layer.state_sizes.values())), layer.conv_channels
             self.weights.append(
                 {
                     "inputs": torch.randn(VOCABULARY, channels, generator=generator),
@@ -31,17 +35,26 @@ class Decoder:
                     "A": -0.1 - torch.rand(heads, generator=generator),
                     "D": torch.randn(heads, generator=generator),
                     "dt_bias": torch.randn(heads, generator=generator),
+                    "b": torch.randn(VOCABULARY, heads, generator=generator),
                 }
             )
 
     @property
     def decays(self):
         """A of every layer, as ``materialize`` takes it."""
-        return [weights["A"] for weights in self.weights]
+        return [
+            None if isinstance(layer, GDNLayer) else weights["A"]
+            for layer, weights in zip(self.layers, self.weights, strict=True)
+        ]
 
     def split(self, index, channels):
-        """Convolved channels [..., channels] -> x [..., H, P], B and C [..., G, N]."""
+        """Convolved channels [..., channels] -> x [..., H, P], B and C [..., G, N]; of GDN q, k [..., H, K], v."""
         layer = self.layers[index]
+        if isinstance(layer, GDNLayer):
+            keys, values = (layer.key_heads, layer.key_dim), (layer.value_heads, layer.value_dim)
+            widths = [keys[0] * keys[1]] * 2 + [values[0] * values[1]]
+            parts = zip(channels.split(widths, dim=-1), (keys, keys, values), strict=True)
+            return tuple(part.unflatten(-1, shape) for part, shape in parts)
         groups = layer.ngroups * layer.dstate
         x, B, C = channels.split([layer.nheads * layer.headdim, groups, groups], dim=-1)
         return (
@@ -52,27 +65,46 @@ class Decoder:
 
     def verify(self, pool, slots, tokens, *, index, lengths=None):
         """Run one layer over int64 tokens [batch, T], or [1, total] with ``lengths``; pads are slots < 0."""
-        layer, weights, buffers = self.layers[index], self.weights[index], pool.buffers[index]
-        shape = (layer.nheads, layer.headdim, layer.dstate)
+        if isinstance(self.layers[index], GDNLayer) and lengths is not None:
+            # This op takes no packed batches: one request after the other.
+            parts = zip(slots.split(1), tokens.split(lengths, 1), strict=True)
+            outs = [self.verify(pool, slot, own, index=index) for slot, own in parts if own.shape[1]]
+            return torch.cat(outs, 1) if outs else torch.empty(1, 0, 6, 3)
+        weights, buffers = self.weights[index], pool.buffers[index]
         varlen = {}
         if lengths is not None:
             bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
             varlen = {"cu_seqlens": bounds, "max_seqlen": pool.max_tokens}
-        inputs, dt = weights["inputs"][tokens], weights["dt"][tokens]
+        inputs, dt, b = weights["inputs"][tokens], weights["dt"][tokens], weights["b"][tokens]
         if lengths is None:
-            inputs[slots < 0], dt[slots < 0] = NAN, NAN
+            inputs[slots < 0], dt[slots < 0], b[slots < 0] = NAN, NAN, NAN
         channels = causal_conv1d_replay(
             buffers.conv_rows, pool.cursors.conv_start, inputs.to(buffers.conv_rows.dtype), weights["taps"],
             weights["bias"], activation="silu", state_batch_indices=slots, **varlen,
         )  # fmt: skip
-        x, B, C = self.split(index, channels)
+        parts = self.split(index, channels)
+        if isinstance(self.layers[index], GDNLayer):
+            return self._gdn(pool, slots, buffers, weights, parts, dt, b)
+        return self._mamba2(pool, slots, buffers, weights, parts, dt, varlen)
+
+    def _mamba2(self, pool, slots, buffers, weights, parts, dt, varlen):
+        x, B, C = parts
+        shape = buffers.state.shape[1:]
         return checkpointing_ssu(
             buffers.state, buffers.x_cache, buffers.B_cache, buffers.dt_cache, pool.cursors.ring_start,
-            pool.cursors.num_live, x, dt.unsqueeze(-1).expand(*dt.shape, layer.headdim),
+            pool.cursors.num_live, x, dt.unsqueeze(-1).expand(*dt.shape, shape[1]),
             weights["A"].view(-1, 1, 1).expand(shape), B, C, None,
             D=weights["D"].unsqueeze(-1).expand(shape[:2]), dt_bias=weights["dt_bias"].unsqueeze(-1).expand(shape[:2]),
             dt_softplus=True, state_batch_indices=slots, state_scale=buffers.state_scale, rand_seed=pool.rand_seed,
             max_window=pool.window, **varlen,
+        )  # fmt: skip
+
+    def _gdn(self, pool, slots, buffers, weights, parts, a, b):
+        q, k, v = parts
+        return gated_delta_rule_checkpointing(
+            buffers.state, buffers.v_cache, buffers.k_cache, buffers.g_cache, buffers.beta_cache,
+            pool.cursors.ring_start, pool.cursors.num_live, q, k, v, a, b, (-weights["A"]).log(), weights["dt_bias"],
+            state_batch_indices=slots, max_window=pool.window,
         )  # fmt: skip
 
 
@@ -82,9 +114,7 @@ class History:
     def __init__(self, decoder):
         self.decoder = decoder
         self.tokens = []
-        self.states = [
-            [torch.zeros(each.nheads, each.headdim, each.dstate, dtype=torch.float64)] for each in decoder.layers
-        ]
+        self.states = [[torch.zeros(*each.state_sizes.values(), dtype=torch.float64)] for each in decoder.layers]
         self.outputs = [[] for _ in decoder.layers]
 
     def copy(self):
@@ -115,15 +145,32 @@ class History:
             for index, (layer, weights) in enumerate(zip(self.decoder.layers, self.decoder.weights, strict=True)):
                 window = self.conv_window(index, len(self.tokens), layer.conv_width)
                 channels = silu((window.t() * weights["taps"].double()).sum(1) + weights["bias"].double())
-                x, B, C = self.decoder.split(index, channels)
-                per_group = layer.nheads // layer.ngroups
-                B, C = B.repeat_interleave(per_group, 0), C.repeat_interleave(per_group, 0)
-                dt = softplus(weights["dt"][token].double() + weights["dt_bias"].double())
-                state = self.states[index][-1] * torch.exp(weights["A"].double() * dt)[:, None, None]
-                state = state + dt[:, None, None] * x[:, :, None] * B[:, None, :]
+                run = self._gdn if isinstance(layer, GDNLayer) else self._mamba2
+                state, output = run(layer, weights, self.states[index][-1], self.decoder.split(index, channels), token)
                 self.states[index].append(state)
-                self.outputs[index].append((state * C[:, None, :]).sum(-1) + weights["D"].double()[:, None] * x)
+                self.outputs[index].append(output)
         return self
+
+    def _mamba2(self, layer, weights, state, parts, token):
+        x, B, C = parts
+        per_group = layer.nheads // layer.ngroups
+        B, C = B.repeat_interleave(per_group, 0), C.repeat_interleave(per_group, 0)
+        dt = softplus(weights["dt"][token].double() + weights["dt_bias"].double())
+        state = state * torch.exp(weights["A"].double() * dt)[:, None, None]
+        state = state + dt[:, None, None] * x[:, :, None] * B[:, None, :]
+        return state, (state * C[:, None, :]).sum(-1) + weights["D"].double()[:, None] * x
+
+    def _gdn(self, layer, weights, state, parts, token):
+        q, k, v = parts
+        repeats = layer.value_heads // layer.key_heads
+        # The epsilon under the root of the op's norm is 1e-6, small beside these keys.
+        q, k = (normalize(each, dim=-1).repeat_interleave(repeats, 0) for each in (q, k))
+        dt = softplus(weights["dt"][token].double() + weights["dt_bias"].double())
+        beta = logsigmoid(weights["b"][token].double()).exp()
+        state = state * torch.exp(weights["A"].double() * dt)[:, None, None]
+        change = beta[:, None] * (v - (state * k[:, None, :]).sum(-1))
+        state = state + change[:, :, None] * k[:, None, :]
+        return state, (state * q[:, None, :]).sum(-1) * layer.key_dim**-0.5
 
     def prefill(self, pool, slot):
         """Write the newest state and window into a fresh slot."""
@@ -179,9 +226,9 @@ def poison_dead_rows(pool, slots):
         dead = [(start + j) % pool.ring_len for j in range(live, pool.ring_len)]
         conv_start = int(pool.cursors.conv_start[slot])
         for layer, buffers in zip(pool.layers, pool.buffers, strict=True):
-            buffers.x_cache[slot][:, dead] = NAN
-            buffers.B_cache[slot][:, dead] = NAN
-            buffers.dt_cache[slot][:, dead] = NAN
+            for name, tensor in vars(buffers).items():
+                if name.endswith("_cache"):
+                    tensor[slot][:, dead] = NAN
             unused = [(conv_start + j) % pool.conv_len for j in range(layer.conv_width - 1, pool.conv_len)]
             buffers.conv_rows[slot][unused] = NAN
 

@@ -5,6 +5,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pool_model import (
+    MIXED,
     VOCABULARY,
     Decoder,
     History,
@@ -19,19 +20,20 @@ from replayssm.cache import ReplayPool
 
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}
 MOST_REQUESTS = 3
-DECODER = Decoder()
 tokens = st.integers(0, VOCABULARY - 1)
 
 
 class Lives(RuleBasedStateMachine):
     """``requests`` maps a slot to its history, ``kept`` to what the last commit kept of it, which can be undone."""
 
+    decoder = Decoder()
+
     @initialize(window=st.integers(2, 6), data=st.data(), shared=st.booleans())
     def make(self, window, data, shared):
         most = data.draw(st.integers(1, window), label="max_tokens")
         # Slots for the requests, and one for every legal rewind of each of them.
         self.pool = ReplayPool(
-            DECODER.layers, MOST_REQUESTS + MOST_REQUESTS * (most + 1), window=window, max_tokens=most
+            self.decoder.layers, MOST_REQUESTS + MOST_REQUESTS * (most + 1), window=window, max_tokens=most
         )
         for slot in range(self.pool.num_slots):
             poison_slot(self.pool, slot)
@@ -46,7 +48,7 @@ class Lives(RuleBasedStateMachine):
     @rule(prompt=st.lists(tokens, max_size=5))
     def start(self, prompt):
         slot = int(self.pool.allocate())
-        history = History(DECODER).extend(prompt)
+        history = History(self.decoder).extend(prompt)
         history.prefill(self.pool, slot)
         self.requests[slot], self.kept[slot] = history, 0
 
@@ -79,13 +81,13 @@ class Lives(RuleBasedStateMachine):
         expected = {
             slot: self.requests[slot].copy().extend(d) for slot, d in zip(slots, drafts, strict=True) if slot >= 0
         }
-        for layer in range(len(DECODER.layers)):
+        for layer in range(len(self.decoder.layers)):
             if ragged:
                 flat = torch.tensor([[t for draft in drafts for t in draft]], dtype=torch.int64)
-                out = DECODER.verify(self.pool, index, flat, index=layer, lengths=lengths)
+                out = self.decoder.verify(self.pool, index, flat, index=layer, lengths=lengths)
                 rows = out[0].split(lengths)
             else:
-                rows = DECODER.verify(self.pool, index, torch.tensor(drafts), index=layer)
+                rows = self.decoder.verify(self.pool, index, torch.tensor(drafts), index=layer)
             for slot, row, n in zip(slots, rows, lengths, strict=True):
                 if slot >= 0 and n:
                     truth = torch.stack(expected[slot].outputs[layer][-n:])
@@ -126,7 +128,7 @@ class Lives(RuleBasedStateMachine):
         """Undo tokens of the last commit in place."""
         slot = self.draw_slot(data)
         rewind = data.draw(st.integers(0, self.kept[slot]), label="rewind")
-        self.pool.materialize([slot], [slot], [rewind], DECODER.decays)
+        self.pool.materialize([slot], [slot], [rewind], self.decoder.decays)
         history = self.requests[slot]
         history.truncate(len(history.tokens) - rewind)
         self.kept[slot] = 0
@@ -149,7 +151,7 @@ class Lives(RuleBasedStateMachine):
         for slot in scratch.tolist():
             poison_slot(self.pool, slot)
         before = snapshot(self.pool)
-        self.pool.materialize(sources, scratch, [back for _, back in pairs], DECODER.decays)
+        self.pool.materialize(sources, scratch, [back for _, back in pairs], self.decoder.decays)
         assert_same_bytes(self.pool, before, sorted(set(sources)))
         for (slot, back), copy in zip(pairs, scratch.tolist(), strict=True):
             history = self.requests[slot]
@@ -159,7 +161,14 @@ class Lives(RuleBasedStateMachine):
         self.pool.free(scratch)
 
 
-Lives.TestCase.settings = settings(
+class MixedLives(Lives):
+    """The same with a GDN layer beside a Mamba-2 layer, on one set of cursors."""
+
+    decoder = Decoder(MIXED)
+
+
+Lives.TestCase.settings = MixedLives.TestCase.settings = settings(
     max_examples=25, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestLives = Lives.TestCase
+TestMixedLives = MixedLives.TestCase

@@ -1,11 +1,14 @@
 """Slots and their lifecycle: what belongs to a request of a decoder with recurrent layers (``docs/cache.md``)."""
 
+from replayssm.cache.gdn import GDNBuffers, GDNLayer
 from replayssm.cache.mamba2 import Mamba2Buffers, Mamba2Layer
 from replayssm.cache.plan import SlotBytes, StateTraffic, choose_window, slot_bytes, snapshot_bytes, state_traffic
 from replayssm.cache.pool import CapacityError, ReplayPool
 
 __all__ = [
     "CapacityError",
+    "GDNBuffers",
+    "GDNLayer",
     "Mamba2Buffers",
     "Mamba2Layer",
     "ReplayPool",

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from replayssm.checks import check_integer, check_range
+from replayssm.cache.records import check_dtypes, check_sizes
 from replayssm.mamba.arguments import MAX_WINDOW
 from replayssm.rounding import SCALED_DTYPES
 
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, *SCALED_DTYPES)
-ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -42,19 +41,22 @@ class Mamba2Layer:
     conv_width: int
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            check_integer(each.name, getattr(self, each.name))
-            if getattr(self, each.name) < 1:
-                raise ValueError(f"{each.name}: expected at least 1, got {getattr(self, each.name)}")
-        if self.nheads % self.ngroups:
-            raise ValueError(f"nheads: expected a multiple of ngroups={self.ngroups}, got {self.nheads}")
-        if not 2 <= self.conv_width <= 5:
-            raise ValueError(f"conv_width: expected 2 <= conv_width <= 5, got {self.conv_width}")
+        check_sizes(self, "nheads", "ngroups")
 
     @property
     def conv_channels(self) -> int:
         """Channels of the convolution, in the order x, B, C."""
         return self.nheads * self.headdim + 2 * self.ngroups * self.dstate
+
+    @property
+    def state_sizes(self) -> dict[str, int]:
+        """Axes of a slot's state by name."""
+        return {"nheads": self.nheads, "headdim": self.headdim, "dstate": self.dstate}
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens that one step of the layer's op takes."""
+        return MAX_WINDOW
 
 
 @dataclass(frozen=True)
@@ -106,18 +108,13 @@ class Mamba2Buffers:
         Raises:
             ValueError: a dtype that is not listed above.
         """
-        for name, dtype, allowed in (
-            ("state_dtype", state_dtype, STATE_DTYPES),
-            ("activation_dtype", activation_dtype, ACTIVATION_DTYPES),
-        ):
-            if dtype not in allowed:
-                raise ValueError(f"{name}: expected {' or '.join(str(each) for each in allowed)}, got {dtype}")
+        check_dtypes("Mamba-2", state_dtype, activation_dtype, STATE_DTYPES)
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(num_slots, *shape, dtype=dtype, device=device)
 
         return cls(
-            state=zeros(layer.nheads, layer.headdim, layer.dstate, dtype=state_dtype),
+            state=zeros(*layer.state_sizes.values(), dtype=state_dtype),
             state_scale=zeros(layer.nheads, layer.headdim, dtype=torch.float32)
             if state_dtype in SCALED_DTYPES
             else None,
@@ -126,33 +123,3 @@ class Mamba2Buffers:
             dt_cache=zeros(layer.nheads, ring_len, dtype=torch.float32),
             conv_rows=zeros(conv_len, layer.conv_channels, dtype=activation_dtype),
         )
-
-
-def ring_lengths(layers: list[Mamba2Layer], window: int, max_tokens: int) -> tuple[int, int]:
-    """Rows of the replay ring and of the convolution's ring of a pool.
-
-    A step of ``max_tokens`` tokens must overwrite neither the live rows, ``window`` at most, nor the convolution's
-    history. Layers of different widths share one length, since they share the cursor.
-
-    Args:
-        layers: the pool's layers.
-        window: most rows that may be replayed.
-        max_tokens: most tokens of one step.
-
-    Returns:
-        (ring_len, conv_len).
-
-    Raises:
-        TypeError: a number of another type.
-        ValueError: no layer, or not ``1 <= max_tokens <= window <= 64``.
-    """
-    if not layers:
-        raise ValueError("layers: expected at least one layer, got none")
-    check_range("window", window, 1, MAX_WINDOW)
-    check_integer("max_tokens", max_tokens)
-    if not 1 <= max_tokens <= window:
-        raise ValueError(
-            f"max_tokens: expected 1 <= max_tokens <= window={window} (a step's tokens become live rows), "
-            f"got {max_tokens}"
-        )
-    return window + max_tokens, max(layer.conv_width for layer in layers) - 1 + max_tokens

@@ -1,36 +1,21 @@
-"""The tables of addresses with which ``replayssm_materialize`` reaches every layer of a pool."""
+"""Replaying a prefix of the live ring rows into other slots, for all layers of a pool, whatever their kinds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from replayssm import mamba
+from replayssm import gdn_decode
+from replayssm.cache.gdn import GDNBuffers, GDNLayer
+from replayssm.cache.layers import Buffers, Layer
 from replayssm.cache.mamba2 import Mamba2Buffers, Mamba2Layer
-from replayssm.checks import check_device, check_dtype, check_shape
-
-
-class _Tables(NamedTuple):
-    """Addresses and slot strides of a group's layers, in the order of the op's arguments; 0 where there is none."""
-
-    state_ptrs: Tensor
-    state_slot_strides: Tensor
-    x_cache_ptrs: Tensor
-    x_cache_slot_strides: Tensor
-    B_cache_ptrs: Tensor
-    B_cache_slot_strides: Tensor
-    dt_cache_ptrs: Tensor
-    dt_cache_slot_strides: Tensor
-    A_ptrs: Tensor
-    state_scale_ptrs: Tensor
-    state_scale_slot_strides: Tensor
+from replayssm.cache.mamba2_tables import Mamba2Tables
+from replayssm.checks import check_device, check_dtype, check_shape, check_tensor
 
 
 class Materializer:
-    """Calls ``replayssm_materialize`` for all layers of a pool, once per group of layers of equal sizes.
+    """Calls each kind's materialize for the layers of a pool.
 
     Args:
         layers: sizes of every layer.
@@ -39,49 +24,53 @@ class Materializer:
         ring_len: rows of the replay ring.
     """
 
-    def __init__(
-        self, layers: Sequence[Mamba2Layer], buffers: Sequence[Mamba2Buffers], window: int, ring_len: int
-    ) -> None:
-        self._layers, self._buffers = layers, buffers
-        self._window, self._ring_len = window, ring_len
-        self._device = buffers[0].state.device
-        groups: dict[tuple[int, int, int, int], list[int]] = {}
-        for index, layer in enumerate(layers):
-            groups.setdefault((layer.nheads, layer.headdim, layer.dstate, layer.ngroups), []).append(index)
-        self._groups = list(groups.values())
-        self._tables = [self._table(group) for group in self._groups]
+    def __init__(self, layers: Sequence[Layer], buffers: Sequence[Buffers], window: int, ring_len: int) -> None:
+        self._layers, self._device = layers, buffers[0].state.device
+        self._gdn: list[tuple[GDNLayer, GDNBuffers]] = []
+        mamba2_layers: list[Mamba2Layer] = []
+        mamba2_buffers: list[Mamba2Buffers] = []
+        for layer, each in zip(layers, buffers, strict=True):
+            if isinstance(layer, GDNLayer) and isinstance(each, GDNBuffers):
+                self._gdn.append((layer, each))
+            elif isinstance(layer, Mamba2Layer) and isinstance(each, Mamba2Buffers):
+                mamba2_layers.append(layer)
+                mamba2_buffers.append(each)
+        self._mamba2 = Mamba2Tables(mamba2_layers, mamba2_buffers, window, ring_len)
 
-    def _table(self, group: list[int]) -> _Tables:
-        tables = {"A_ptrs": torch.empty(0, dtype=torch.int64, device=self._device)}  # filled in by every call
-        for name in ("state", "x_cache", "B_cache", "dt_cache", "state_scale"):
-            tensors = [getattr(self._buffers[index], name) for index in group]
-            addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-            strides = [0 if tensor is None else tensor.stride(0) for tensor in tensors]
-            tables[f"{name}_ptrs"] = self._int64(addresses)
-            tables[f"{name}_slot_strides"] = self._int64(strides)
-        return _Tables(**tables)
+    def decays(self, A: Sequence[Tensor | None] | None) -> list[Tensor]:
+        """The Mamba-2 layers' decay rates.
 
-    def _int64(self, numbers: list[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self._device)
-
-    def check_decays(self, A: Sequence[Tensor]) -> None:
-        """Raise ValueError unless ``A`` holds one tensor of decay rates per layer, all of one dtype."""
+        Raises:
+            TypeError: no list, or a layer's entry is no tensor.
+            ValueError: not one entry per layer, a rate for a layer without rates, or a tensor that does not fit.
+        """
+        if A is None and len(self._gdn) == len(self._layers):
+            return []
         if not isinstance(A, Sequence):
             raise TypeError(f"A: expected a list of one tensor per layer, got {type(A).__name__}")
         if len(A) != len(self._layers):
             raise ValueError(f"A: expected one tensor per layer, {len(self._layers)}, got {len(A)}")
+        decays: list[Tensor] = []
         for index, (decay, layer) in enumerate(zip(A, self._layers, strict=True)):
             name = f"A[{index}]"
-            broadcast = isinstance(decay, Tensor) and decay.dim() == 3
-            sizes = {"nheads": layer.nheads, "headdim": layer.headdim, "dstate": layer.dstate}
-            check_shape(name, decay, "nheads headdim dstate" if broadcast else "nheads", sizes)
-            check_dtype(name, decay, A[0].dtype)
+            if isinstance(layer, GDNLayer):
+                if decay is not None:
+                    raise ValueError(
+                        f"{name}: expected None for a GDN layer, whose ring holds the decays, got a tensor"
+                    )
+                continue
+            check_tensor(name, decay)
+            assert decay is not None  # said for mypy
+            check_shape(name, decay, "nheads headdim dstate" if decay.dim() == 3 else "nheads", layer.state_sizes)
+            decays.append(decay)
+            check_dtype(name, decay, decays[0].dtype)
             check_device(name, decay, self._device)
             if layer.nheads > 1 and decay.stride(0) != 1:
                 raise ValueError(f"{name}: expected consecutive heads (stride 1 at axis 0), got {decay.stride(0)}")
+        return decays
 
     def write_states(
-        self, src: Tensor, dst: Tensor, ring_start: Tensor, prefix_len: Tensor, A: Sequence[Tensor]
+        self, src: Tensor, dst: Tensor, ring_start: Tensor, prefix_len: Tensor, decays: Sequence[Tensor]
     ) -> None:
         """Replay ``prefix_len`` ring rows onto the checkpoints of ``src`` and store the results in ``dst``.
 
@@ -90,38 +79,22 @@ class Materializer:
             dst: int64 ``[n]``.
             ring_start: row of the oldest live token, ``[n]``.
             prefix_len: live rows to apply, ``[n]``.
-            A: as :meth:`check_decays` accepts it.
+            decays: from :meth:`decays`.
         """
         if not src.numel():
             return
-        every = torch.arange(src.numel(), dtype=torch.int32, device=self._device)
-        for group, table in zip(self._groups, self._tables, strict=True):
-            layer, buffers = self._layers[group[0]], self._buffers[group[0]]
-            decays = [A[index] for index in group]
-            mamba.replayssm_materialize(
-                *table._replace(A_ptrs=self._int64([decay.data_ptr() for decay in decays])),
-                src.to(torch.int32).expand(len(group), -1).contiguous(),
-                dst.to(torch.int32).expand(len(group), -1).contiguous(),
-                ring_start.to(torch.int32),
-                prefix_len.to(torch.int32),
-                every,
-                state_dtype=buffers.state.dtype,
-                input_dtype=buffers.x_cache.dtype,
-                matrixA_dtype=decays[0].dtype,
-                dim=layer.headdim,
-                dstate=layer.dstate,
-                num_heads=layer.nheads,
-                heads_per_group=layer.nheads // layer.ngroups,
-                max_window=self._window,
-                ring_buffer_len=self._ring_len,
-                dependency_inputs=[*self._inputs(group), *decays],
-                dependency_outputs=self._outputs(group),
+        if decays:
+            self._mamba2.write_states(src, dst, ring_start, prefix_len, decays)
+        for layer, buffers in self._gdn:
+            gdn_decode.gated_delta_rule_replayssm_materialize(
+                buffers.state.unsqueeze(0),
+                buffers.v_cache.unsqueeze(0),
+                buffers.k_cache.unsqueeze(0),
+                buffers.g_cache.unsqueeze(0),
+                buffers.beta_cache.unsqueeze(0),
+                src,
+                dst,
+                prefix_len,
+                ring_start=ring_start,
+                use_qk_l2norm=layer.use_qk_l2norm,
             )
-
-    def _inputs(self, group: list[int]) -> list[Tensor]:
-        names = ("x_cache", "B_cache", "dt_cache")
-        return [getattr(self._buffers[index], name) for index in group for name in names]
-
-    def _outputs(self, group: list[int]) -> list[Tensor]:
-        tensors = [getattr(self._buffers[index], name) for index in group for name in ("state", "state_scale")]
-        return [tensor for tensor in tensors if tensor is not None]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
 
-from replayssm.cache.mamba2 import Mamba2Buffers, Mamba2Layer, ring_lengths
+from replayssm.cache.layers import Layer, allocate_buffers, ring_lengths
 from replayssm.checks import check_range
 from replayssm.cursors import Cursors
 from replayssm.mamba.arguments import MAX_WINDOW
@@ -42,7 +43,7 @@ class SlotBytes:
 
 
 def slot_bytes(
-    layers: list[Mamba2Layer],
+    layers: Sequence[Layer],
     *,
     window: int = 16,
     max_tokens: int = 8,
@@ -64,6 +65,7 @@ def slot_bytes(
     Example:
         A Mamba-2 layer of Nemotron-H with fp32 states and bf16 activations: 12.5 % above the bare state.
 
+        >>> from replayssm.cache import Mamba2Layer
         >>> layer = Mamba2Layer(nheads=128, headdim=64, dstate=128, ngroups=8, conv_width=4)
         >>> cost = slot_bytes([layer], window=16, max_tokens=4, activation_dtype=torch.bfloat16)
         >>> cost.state, cost.ring, cost.conv, cost.cursors, round(cost.overhead, 3)
@@ -73,7 +75,7 @@ def slot_bytes(
     meta = torch.device("meta")
     parts = dict.fromkeys((each.name for each in fields(SlotBytes)), 0)
     for layer in layers:
-        buffers = Mamba2Buffers.allocate(
+        buffers = allocate_buffers(
             layer,
             1,
             ring_len=ring_len,
@@ -119,7 +121,7 @@ class StateTraffic:
 
 
 def state_traffic(
-    layers: list[Mamba2Layer],
+    layers: Sequence[Layer],
     *,
     num_tokens: int,
     mean_accepted: float,
@@ -146,6 +148,7 @@ def state_traffic(
         ValueError: ``num_tokens`` not in 1..window, ``mean_accepted`` not in 1..num_tokens.
 
     Example:
+        >>> from replayssm.cache import Mamba2Layer
         >>> layer = Mamba2Layer(nheads=128, headdim=64, dstate=128, ngroups=8, conv_width=4)
         >>> moved = state_traffic([layer], num_tokens=4, mean_accepted=3.0, activation_dtype=torch.bfloat16)
         >>> {name: round(count / 2**20, 2) for name, count in moved.per_token().items()}
@@ -166,7 +169,7 @@ def state_traffic(
 
 
 def choose_window(
-    layers: list[Mamba2Layer],
+    layers: Sequence[Layer],
     *,
     num_tokens: int,
     mean_accepted: float,
@@ -182,6 +185,7 @@ def choose_window(
         A window in ``num_tokens..64``.
 
     Example:
+        >>> from replayssm.cache import Mamba2Layer
         >>> layer = Mamba2Layer(nheads=128, headdim=64, dstate=128, ngroups=8, conv_width=4)
         >>> choose_window([layer], num_tokens=1, mean_accepted=1.0, activation_dtype=torch.bfloat16)
         21
@@ -201,7 +205,7 @@ def choose_window(
     return min(range(num_tokens, MAX_WINDOW + 1), key=moved)
 
 
-def snapshot_bytes(layers: list[Mamba2Layer], *, num_tokens: int, state_dtype: torch.dtype = torch.float32) -> int:
+def snapshot_bytes(layers: Sequence[Layer], *, num_tokens: int, state_dtype: torch.dtype = torch.float32) -> int:
     """Bytes per slot that speculation by snapshots keeps beside the checkpoint: a state for each of the tokens.
 
     Args:
@@ -210,6 +214,7 @@ def snapshot_bytes(layers: list[Mamba2Layer], *, num_tokens: int, state_dtype: t
         state_dtype: type of the states.
 
     Example:
+        >>> from replayssm.cache import Mamba2Layer
         >>> layer = Mamba2Layer(nheads=128, headdim=64, dstate=128, ngroups=8, conv_width=4)
         >>> snapshot_bytes([layer], num_tokens=4)
         16777216
@@ -218,9 +223,7 @@ def snapshot_bytes(layers: list[Mamba2Layer], *, num_tokens: int, state_dtype: t
     return num_tokens * _state_and_row(layers, state_dtype, torch.float32)[0]
 
 
-def _state_and_row(
-    layers: list[Mamba2Layer], state_dtype: torch.dtype, activation_dtype: torch.dtype
-) -> tuple[int, int]:
+def _state_and_row(layers: Sequence[Layer], state_dtype: torch.dtype, activation_dtype: torch.dtype) -> tuple[int, int]:
     """Bytes of the states with their scales, and of one ring row, over all layers."""
     dtypes = {"state_dtype": state_dtype, "activation_dtype": activation_dtype}
     two, three = (slot_bytes(layers, window=window, max_tokens=1, **dtypes) for window in (1, 2))

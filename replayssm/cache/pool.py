@@ -1,4 +1,4 @@
-"""A pool of slots: everything that belongs to a request of a decoder with Mamba-2 layers, and its lifecycle."""
+"""A pool of slots: everything that belongs to a request of a decoder with recurrent layers, and its lifecycle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from replayssm import cursors as cursor_rule
-from replayssm.cache.mamba2 import Mamba2Buffers, Mamba2Layer, ring_lengths
+from replayssm.cache.gdn import GDNLayer
+from replayssm.cache.layers import Layer, allocate_buffers, ring_lengths
+from replayssm.cache.mamba2 import Mamba2Buffers
 from replayssm.cache.materialize import Materializer
 from replayssm.cache.slots import CapacityError, Slots, SlotTable, check_integers
 from replayssm.checks import check_device, check_dtype, check_integer, check_range, check_shape, checked_mode
@@ -32,21 +34,22 @@ class ReplayPool:
     TypeError. A call that raises has changed nothing.
 
     Args:
-        layers: sizes of every recurrent layer, in the model's order.
+        layers: sizes of every recurrent layer, in the model's order; kinds may be mixed.
         num_slots: slots, at least 1.
         window: most ring rows that may be replayed before they are folded into the checkpoint, at most 64. It stays
             fixed while the number of tokens a step changes; pass it to the op as ``max_window``.
-        max_tokens: most tokens of one step, in ``1..window``.
-        state_dtype: type of the checkpoints: float32, bfloat16, float16, int8 or float8_e4m3fn (with scales).
+        max_tokens: most tokens of one step, in ``1..window``, with GDN layers at most 16.
+        state_dtype: type of the checkpoints: float32, bfloat16 or float16; for Mamba-2 layers also int8 or
+            float8_e4m3fn (with scales).
         activation_dtype: type of the rings: float32, bfloat16 or float16.
         stochastic_rounding: keep a seed, ``rand_seed``, that every commit advances; pass it to the op. Not for
-            float32 checkpoints, which are not rounded.
+            float32 checkpoints, which are not rounded, and not for GDN layers, which round to the nearest.
         seed: first value of it.
         device: where the tensors live.
 
     Attributes:
         layers: as given.
-        buffers: one :class:`Mamba2Buffers` per layer.
+        buffers: one :class:`Mamba2Buffers` or :class:`GDNBuffers` per layer.
         cursors: the :class:`replayssm.cursors.Cursors` of all slots.
         num_slots, window, max_tokens: as given.
         ring_len: rows of the replay ring, ``window + max_tokens``.
@@ -59,6 +62,7 @@ class ReplayPool:
 
     Example:
         >>> import torch
+        >>> from replayssm.cache import Mamba2Layer
         >>> pool = ReplayPool([Mamba2Layer(nheads=4, headdim=8, dstate=16, ngroups=2, conv_width=4)], num_slots=3)
         >>> slots = pool.allocate(2)
         >>> pool.commit(slots, torch.tensor([3, 0]), seq_len=4)
@@ -69,7 +73,7 @@ class ReplayPool:
 
     def __init__(
         self,
-        layers: Sequence[Mamba2Layer],
+        layers: Sequence[Layer],
         num_slots: int,
         *,
         window: int = 16,
@@ -87,12 +91,16 @@ class ReplayPool:
         if stochastic_rounding and state_dtype == torch.float32:
             raise ValueError("stochastic_rounding: expected a state_dtype that is rounded, got torch.float32")
         self.layers = list(layers)
+        if stochastic_rounding and any(isinstance(layer, GDNLayer) for layer in self.layers):
+            raise ValueError(
+                "stochastic_rounding: expected False with GDN layers, which round to the nearest, got True"
+            )
         self.ring_len, self.conv_len = ring_lengths(self.layers, window, max_tokens)
         self.num_slots, self.window, self.max_tokens = num_slots, window, max_tokens
         self.device = torch.device(device)
         with torch.inference_mode(False):  # a pool made in inference mode can be written outside of it
             self.buffers = [
-                Mamba2Buffers.allocate(
+                allocate_buffers(
                     layer,
                     num_slots,
                     ring_len=self.ring_len,
@@ -178,7 +186,8 @@ class ReplayPool:
         Args:
             layer_index: which layer.
             slots: ``[n]``, distinct.
-            state: final states ``[n, nheads, headdim, dstate]``, any floating type; rounded to the nearest.
+            state: final states ``[n, nheads, headdim, dstate]``, for GDN ``[n, value_heads, value_dim, key_dim]``, any
+                floating type; rounded to the nearest.
             conv_window: inputs of the convolution at the last tokens, oldest first, zero before the first token:
                 ``[n, conv_channels, conv_width - 1]``, any floating type.
 
@@ -189,8 +198,8 @@ class ReplayPool:
         slots = self._table.resolve("slots", slots)
         layer, buffers = self.layers[layer_index], self.buffers[layer_index]
         history = layer.conv_width - 1
-        sizes = {"n": slots.numel(), "nheads": layer.nheads, "headdim": layer.headdim, "dstate": layer.dstate}
-        check_shape("state", state, "n nheads headdim dstate", sizes)
+        sizes = {"n": slots.numel(), **layer.state_sizes}
+        check_shape("state", state, " ".join(sizes), sizes)
         sizes |= {"conv_channels": layer.conv_channels, "conv_width-1": history}
         check_shape("conv_window", conv_window, "n conv_channels conv_width-1", sizes)
         for name, tensor in (("state", state), ("conv_window", conv_window)):
@@ -201,7 +210,7 @@ class ReplayPool:
         # Detached: a prefill that records gradients must not hang its graph on the pool.
         codes, scale = encode(state.detach().float(), buffers.state.dtype)
         _as_plain(buffers.state)[slots] = _as_plain(codes)
-        if buffers.state_scale is not None and scale is not None:
+        if scale is not None and isinstance(buffers, Mamba2Buffers) and buffers.state_scale is not None:
             buffers.state_scale[slots] = scale
         buffers.conv_rows[slots, :history] = conv_window.detach().transpose(1, 2).to(buffers.conv_rows.dtype)
 
@@ -232,7 +241,11 @@ class ReplayPool:
             self.rand_seed += 1
 
     def materialize(
-        self, src_slots: Slots, dst_slots: Slots, rewind: Tensor | Sequence[int], A: Sequence[Tensor]
+        self,
+        src_slots: Slots,
+        dst_slots: Slots,
+        rewind: Tensor | Sequence[int],
+        A: Sequence[Tensor | None] | None = None,
     ) -> None:
         """Write the state ``rewind`` tokens before the newest committed one into other slots, as a checkpoint.
 
@@ -245,8 +258,8 @@ class ReplayPool:
             dst_slots: ``[n]``, distinct; ``dst_slots[i]`` may be ``src_slots[i]`` but no other source.
             rewind: ``[n]``, in ``0..`` the slot's last ``num_accepted``: a convolution window from before that
                 commit is gone.
-            A: per layer the heads' decay rates ``[nheads]`` as the op takes them (its broadcast view ``[nheads,
-                headdim, dstate]`` will do), negative, one dtype.
+            A: per Mamba-2 layer the heads' decay rates ``[nheads]`` as the op takes them (its broadcast view ``[nheads,
+                headdim, dstate]`` will do), negative, one dtype; per GDN layer None. None if all layers are GDN.
 
         Raises:
             ValueError: wrong shape or dtype, or a value out of range (read as slots are).
@@ -260,10 +273,11 @@ class ReplayPool:
         check_device("rewind", rewind, self.cursors.num_live.device)
         if self._reads_values():
             self._check_rewind(src.tolist(), dst.tolist(), rewind.tolist())
-        self._materializer.check_decays(A)
+        decays = self._materializer.decays(A)
         # Read every cursor before one is written: a destination may be its own source.
         conv_first = self.cursors.conv_start[src] - rewind
-        self._materializer.write_states(src, dst, self.cursors.ring_start[src], self.cursors.num_live[src] - rewind, A)
+        ring_start, prefix_len = self.cursors.ring_start[src], self.cursors.num_live[src] - rewind
+        self._materializer.write_states(src, dst, ring_start, prefix_len, decays)
         for layer, buffers in zip(self.layers, self.buffers, strict=True):
             history = torch.arange(layer.conv_width - 1, device=self.device)
             rows = (conv_first.unsqueeze(1) + history) % self.conv_len

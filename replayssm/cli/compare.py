@@ -16,7 +16,7 @@ import torch
 from rich import box
 from rich.table import Table
 
-from replayssm.cache import Mamba2Layer, plan
+from replayssm.cache import plan
 from replayssm.cli.console import Console
 from replayssm.cli.generate import Result, show, speculate, summary
 from replayssm.cli.load import Loaded
@@ -137,7 +137,7 @@ def _report(loaded: Loaded, options: argparse.Namespace, ways: list[Way]) -> dic
     }
 
 
-def _layers(loaded: Loaded) -> list[Mamba2Layer]:
+def _layers(loaded: Loaded) -> list[Any]:
     from replayssm.hf import attach
     from replayssm.hf.attachment import attachment_of
 

@@ -1,0 +1,50 @@
+"""What the records of all kinds of recurrent layers have in common: checks of their sizes and dtypes."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from replayssm.checks import check_integer
+
+ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_sizes(layer: Any, heads: str, groups: str) -> None:
+    """Check a layer's numbers: all its int fields, and that one number of heads divides another.
+
+    Args:
+        layer: dataclass with a ``conv_width``.
+        heads: field that must be a multiple of another one.
+        groups: that other one.
+
+    Raises:
+        TypeError: a size that is no int.
+        ValueError: a size out of range.
+    """
+    for each in fields(layer):
+        if each.type != "int":
+            continue
+        check_integer(each.name, getattr(layer, each.name))
+        if getattr(layer, each.name) < 1:
+            raise ValueError(f"{each.name}: expected at least 1, got {getattr(layer, each.name)}")
+    if getattr(layer, heads) % getattr(layer, groups):
+        expected = f"a multiple of {groups}={getattr(layer, groups)}"
+        raise ValueError(f"{heads}: expected {expected}, got {getattr(layer, heads)}")
+    if not 2 <= layer.conv_width <= 5:
+        raise ValueError(f"conv_width: expected 2 <= conv_width <= 5, got {layer.conv_width}")
+
+
+def check_dtypes(
+    kind: str, state_dtype: torch.dtype, activation_dtype: torch.dtype, state_dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """Raise ValueError unless both dtypes of a pool can be stored for this kind of layer."""
+    for name, dtype, allowed in (
+        ("state_dtype", state_dtype, state_dtypes),
+        ("activation_dtype", activation_dtype, ACTIVATION_DTYPES),
+    ):
+        if dtype not in allowed:
+            names = " or ".join(str(each) for each in allowed)
+            raise ValueError(f"{name}: expected {names} for {kind} layers, got {dtype}")
