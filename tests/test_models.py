@@ -76,7 +76,7 @@ def test_tokenizer_loses_nothing(loaded, text):
 
 
 def test_passages(loaded, recipe):
-    tokenizer, corpus, held_out = loaded[1], recipe("tiny_mamba2_corpus"), heldout()
+    tokenizer, corpus, held_out = loaded[1], recipe("tiny_corpus"), heldout()
     assert tuple(passage["document"] for passage in held_out["passages"]) == corpus.HELD_OUT
     assert held_out["demo"]["document"] in corpus.HELD_OUT
     assert len(set(models.heldout_prompts())) == 20
@@ -88,7 +88,7 @@ def test_passages(loaded, recipe):
 
 
 def test_passages_are_not_in_the_training_text(recipe):
-    corpus = recipe("tiny_mamba2_corpus")
+    corpus = recipe("tiny_corpus")
     if not corpus.SOURCES.exists():
         pytest.skip("the corpus (Debian's python3.11-doc) is not installed")
     documents = corpus.read_documents(corpus.SOURCES)
@@ -98,7 +98,7 @@ def test_passages_are_not_in_the_training_text(recipe):
 
 
 def test_shared_runs_are_found(recipe):
-    longest_shared_run = recipe("tiny_mamba2_corpus").longest_shared_run
+    longest_shared_run = recipe("tiny_corpus").longest_shared_run
     text, shared = bytes(range(100)), bytes(range(33, 78))
     assert longest_shared_run(text, b"--" + shared + b"--", least=10) == 45
     assert longest_shared_run(text, b"--" + shared + b"--", least=45) == 45
@@ -128,13 +128,27 @@ def test_demo_text_is_text(loaded, recipe):
     assert sum(word.isalpha() for word in text.split()) > 20
 
 
-def test_training_forward_is_checked(recipe, monkeypatch):
-    training = recipe("train_tiny_mamba2")
-    training.check_forward(torch.device("cpu"))
-    scan = training.chunk_scan
-    monkeypatch.setattr(training, "chunk_scan", lambda x, dt, A, B, C: scan(x, dt, A * 1.01, B, C))
+@pytest.mark.parametrize(
+    "name, scan, decay", [("train_tiny_mamba2", "chunk_scan", 2), ("train_tiny_gdn_hybrid", "chunk_delta_rule", 3)]
+)
+def test_training_forward_is_checked(recipe, monkeypatch, name, scan, decay):
+    check_forward, training = recipe("tiny_training").check_forward, recipe(name)
+    check_forward(training.RECIPE, torch.device("cpu"))
+    exact = getattr(training, scan)
+    monkeypatch.setattr(training, scan, lambda *a: exact(*a[:decay], a[decay] * 1.01, *a[decay + 1 :]))
     with pytest.raises(SystemExit, match="differs"):
-        training.check_forward(torch.device("cpu"))
+        check_forward(training.RECIPE, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("beta", [0.5, 0.9, 1.0])
+def test_triangles_of_repeated_keys_are_inverted(recipe, beta):
+    training = recipe("train_tiny_gdn_hybrid")
+    L = beta * torch.ones(2, 64, 64).tril(-1)
+    inverse = training.UnitLowerInverse.apply(L.requires_grad_())
+    torch.testing.assert_close(inverse @ (torch.eye(64) + L), torch.eye(64).expand(2, 64, 64), rtol=0, atol=1e-5)
+    (grad,) = torch.autograd.grad(inverse[..., 40, 3].sum(), L)
+    wanted = torch.autograd.grad(torch.linalg.inv(torch.eye(64) + L)[..., 40, 3].sum(), L)[0].tril(-1)
+    torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_loops_are_cut_after_their_first_round(recipe):

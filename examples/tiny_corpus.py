@@ -1,11 +1,11 @@
-"""The corpus of the shipped model: Debian's `python3.11-doc` package, its tokenizer and its held-out passages.
+"""The corpus of the shipped models: Debian's `python3.11-doc` package, its tokenizer and its held-out passages.
 
     apt-get install python3.11-doc
-    python examples/tiny_mamba2_corpus.py --model-dir replayssm/models/tiny-mamba2 --tokens build/tiny_mamba2.npz
+    python examples/tiny_corpus.py --model-dir replayssm/models/tiny-mamba2 --tokens build/tiny_corpus.npz
 
 reads the reStructuredText sources under /usr/share/doc/python3.11, leaves out twenty whole documents, trains a
 byte-level BPE on the others, and writes tokenizer.json, tokenizer_config.json, heldout.json and the token streams that
-`train_tiny_mamba2.py` reads.
+the recipes, `train_tiny_*.py`, read.
 """
 
 from __future__ import annotations
