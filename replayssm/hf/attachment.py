@@ -28,6 +28,7 @@ class Attachment:
         stored_dtypes: tensors that were converted to fp32, with the dtype to go back to.
         kept: whether ``attach`` was called, so that only ``detach`` undoes it.
         users: generations that run on the model now.
+        session: what the newest generation left for the next one (``replayssm.hf.session``), None while one has it.
     """
 
     model_type: str
@@ -38,6 +39,7 @@ class Attachment:
     stored_dtypes: list[tuple[Tensor, torch.dtype]] = field(default_factory=list)
     kept: bool = False
     users: int = 0
+    session: Any = None
 
     @property
     def linears(self) -> list[nn.Linear]:

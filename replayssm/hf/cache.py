@@ -68,6 +68,7 @@ class ReplayCache(Cache):
     Attributes:
         pool: the pool; its slots are freed by ``close`` or at the end of a ``with`` block.
         slots: int64, the pool's slots of the selected rows, -1 for padding; where they lie never changes.
+        weights: what the family's ``prepare`` gave for every mixer.
         traffic: counts of what was read and written.
         exact: whether the mixers' matrix products were measured to treat every row alike.
 
@@ -111,8 +112,8 @@ class ReplayCache(Cache):
         self.traffic = Traffic()
         self._family, self._mixers = family, mixers
         pack = may_pack(attachment.linears)
-        self._weights = [family.prepare(mixer, pack) for mixer in mixers]
-        self.exact = all(weights.exact for weights in self._weights)
+        self.weights = [family.prepare(mixer, pack) for mixer in mixers]
+        self.exact = all(weights.exact for weights in self.weights)
         self._slots = self.pool.allocate(batch_size)
         # Host copies of what the next forward needs, so that no device value is read back.
         self._lengths = [0] * batch_size
@@ -224,7 +225,7 @@ class ReplayCache(Cache):
 
     def replay(self, position: int, mixer: nn.Module, hidden_states: Tensor) -> Tensor:
         """Run one layer from the pool, or through a prompt that the pool then goes on from."""
-        pool, weights = self.pool, self._weights[position]
+        pool, weights = self.pool, self.weights[position]
         if self._prefill is not None:
             out, state, conv_window = self._prefill.run(mixer, weights, hidden_states)
             pool.write_state(position, self.slots, state, conv_window)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,9 @@ from transformers import PreTrainedModel
 from replayssm.hf.attachment import attachment_of
 from replayssm.hf.cache import ReplayCache
 from replayssm.hf.linear import RowProduct, may_pack
+
+# Tokens of prompts that go through the model together. On a CPU that gains nothing.
+_PREFILL_TOKENS = 16384
 
 
 class Forward:
@@ -32,18 +35,27 @@ class Forward:
         self._arguments = {cache.name: cache, "use_cache": True}
         self.exact = self._head.exact and cache.exact
 
-    def __call__(self, windows: Sequence[Sequence[int]]) -> Tensor:
-        """Score token ids, equally many per selected row; returns fp32 logits ``[rows, tokens, vocab]``."""
-        return self._head(self._hidden(windows))
+    def score(self, ids: Tensor) -> Tensor:
+        """Score token ids ``[rows, tokens]`` of the selected rows; returns fp32 logits ``[rows, tokens, vocab]``."""
+        return self._head(self._hidden(ids))
 
-    def prefill(self, row: int, prompt: Sequence[int]) -> Tensor:
-        """Run a prompt; returns the logits of its last token ``[1, 1, vocab]``.
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Tensor]]:
+        """Run the prompts of all rows; yields rows and the logits of their last tokens ``[rows, 1, vocab]``."""
+        for rows in self._groups(prompts):
+            self._cache.select(rows)
+            ids = torch.tensor([prompts[row] for row in rows], device=self._model.device)
+            yield rows, self._head(self._hidden(ids)[:, -1:])
 
-        One row at a time, because prompts differ in length and must not be padded.
-        """
-        self._cache.select([row])
-        return self._head(self._hidden([prompt])[:, -1:])
+    def _groups(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Rows that run together: of one length, because prompts must not be padded."""
+        alike: dict[int, list[int]] = {}
+        for row, prompt in enumerate(prompts):
+            alike.setdefault(len(prompt), []).append(row)
+        groups = []
+        for length, rows in alike.items():
+            most = 1 if self._model.device.type == "cpu" else max(1, _PREFILL_TOKENS // length)
+            groups += [rows[start : start + most] for start in range(0, len(rows), most)]
+        return groups
 
-    def _hidden(self, windows: Sequence[Sequence[int]]) -> Tensor:
-        ids = torch.tensor(windows, device=self._model.device)
+    def _hidden(self, ids: Tensor) -> Tensor:
         return self._model(input_ids=ids, **self._arguments).last_hidden_state

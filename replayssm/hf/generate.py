@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
@@ -125,7 +126,7 @@ def generate(
     if not isinstance(do_sample, bool):
         raise TypeError(f"do_sample: expected a bool, got {do_sample!r} of type {type(do_sample).__name__}")
     check_seed(seed)
-    sampler = Gumbel(seed, temperature, top_k, top_p) if do_sample else Greedy()
+    sampler = Gumbel(temperature, top_k, top_p) if do_sample else Greedy()
     if not do_sample and (temperature != 1.0 or top_k is not None or top_p is not None):
         raise ValueError(
             "temperature, top_k and top_p need do_sample=True; greedy decoding takes the most likely token"
@@ -141,6 +142,7 @@ def generate(
         draft_model=draft_model,
         num_draft_tokens=num_draft_tokens,
         sampler=sampler,
+        seed=seed,
         request_ids=request_ids,
         rules=rules,
         pad_token_id=pad_token_id if pad_token_id is not None else min(ends, default=0),
@@ -217,7 +219,8 @@ def custom_generate(
         draft=draft,
         draft_model=draft_model,
         num_draft_tokens=num_draft_tokens,
-        sampler=Gumbel(seed) if generation_config.do_sample else Greedy(),
+        sampler=Gumbel() if generation_config.do_sample else Greedy(),
+        seed=seed,
         request_ids=request_ids,
         rules=rules,
         pad_token_id=0 if pad is None else int(pad),
@@ -267,6 +270,7 @@ def _run(
     draft_model: PreTrainedModel | None,
     num_draft_tokens: int | None,
     sampler: Greedy | Gumbel,
+    seed: int,
     request_ids: Sequence[int] | Tensor | None,
     rules: Rules,
     pad_token_id: int,
@@ -280,17 +284,20 @@ def _run(
     check_range("window", window, 1, _MOST_DRAFT_TOKENS + 1)
     with ExitStack() as stack:
         stack.enter_context(attached(model))
+        if model.device.type == "cuda":  # kernels go to the current device
+            stack.enter_context(torch.cuda.device(model.device))
         vocab_size = model.get_output_embeddings().out_features
         prompts = strip_padding(input_ids, attention_mask, vocab_size)
         if streamer is not None and len(prompts) > 1:
             raise ValueError(f"streamer: expected a batch of one row, got {len(prompts)}")
         requests = numbers_of_requests(request_ids, len(prompts))
-        drafter = _drafter(draft, draft_model, vocab_size, sampler, requests, num_draft_tokens, window)
+        drafter = _drafter(draft, draft_model, vocab_size, sampler, seed, requests, num_draft_tokens, window)
         stack.callback(drafter.close)
         new, stats = Decoder(
             model,
             prompts,
-            requests,
+            seed=seed,
+            request_ids=requests,
             sampler=sampler,
             rules=rules,
             drafter=drafter,
@@ -307,6 +314,7 @@ def _drafter(
     draft_model: PreTrainedModel | None,
     vocab_size: int,
     sampler: Greedy | Gumbel,
+    seed: int,
     requests: list[int],
     num_draft_tokens: int,
     window: int,
@@ -320,7 +328,7 @@ def _drafter(
             theirs = draft_model.get_output_embeddings().out_features
             if theirs != vocab_size:
                 raise ValueError(f"draft_model: expected the model's vocabulary of {vocab_size} ids, got {theirs}")
-            return ModelDrafter(draft_model, sampler, requests, num_draft_tokens, window)
+            return ModelDrafter(draft_model, sampler, seed, requests, num_draft_tokens, window)
     if draft is None:
         return NoDrafts()
     if draft == "lookup":

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from replayssm.hf.cache import ReplayCache
 from replayssm.hf.drafts import Drafter
-from replayssm.hf.forward import Forward
-from replayssm.hf.sampling import Greedy, Gumbel
+from replayssm.hf.sampling import Greedy, Gumbel, signed_seed
+from replayssm.hf.session import Session, Shape, session
 from replayssm.hf.stats import GenerationStats
 from replayssm.hf.stopping import Rules
 
@@ -75,7 +74,8 @@ class Decoder:
     Args:
         model: attached.
         prompts: token ids of every row, none empty.
-        request_ids: identity of each row for the sampling noise.
+        seed: of the sampling noise.
+        request_ids: identity of each row for it.
         sampler: chooses tokens from scores.
         rules: when rows end.
         drafter: where drafts come from; closed by the caller.
@@ -90,8 +90,9 @@ class Decoder:
         self,
         model: PreTrainedModel,
         prompts: Sequence[Sequence[int]],
-        request_ids: Sequence[int],
         *,
+        seed: int,
+        request_ids: Sequence[int],
         sampler: Greedy | Gumbel,
         rules: Rules,
         drafter: Drafter,
@@ -103,6 +104,9 @@ class Decoder:
         self._model, self._sampler, self._rules, self._drafter = model, sampler, rules, drafter
         self._num_draft_tokens, self._window, self._streamer = num_draft_tokens, window, streamer
         self._device = model.device
+        self._seed, self._request_ids = seed, request_ids
+        # For choices outside of a step: behind the prompts, and token by token.
+        self._seeds = torch.full((len(prompts),), signed_seed(seed), device=self._device)
         self._requests = torch.tensor(request_ids, device=self._device)
         self._rows = _Rows(prompts, rules, pad_token_id, self._device)
         self._prompts = prompts
@@ -115,57 +119,56 @@ class Decoder:
         """Generate until every row has ended; returns the new tokens of each row and what it took."""
         began = time.perf_counter()
         max_tokens = min(self._num_draft_tokens + 1, self._rules.max_new_tokens)
-        with ReplayCache(
-            self._model, len(self._prompts), max_tokens=max_tokens, window=max(self._window, max_tokens)
-        ) as cache:
-            forward = Forward(self._model, cache)
+        shape = Shape(len(self._prompts), max_tokens, max(self._window, max_tokens), self._sampler)
+        with session(self._model, shape) as held:
+            held.step.start(self._seed, self._request_ids)
             self._drafter.start(self._prompts)
-            for row, prompt in enumerate(self._prompts):
-                self._take([row], forward.prefill(row, prompt), [[]])
+            self._prefill(held)
             prefilled = time.perf_counter()
             while self._active:
-                self._round(cache, forward)
-            stats = self._stats(cache, forward.exact, time.perf_counter() - began, prefilled - began)
+                self._round(held)
+            stats = self._stats(held, time.perf_counter() - began, prefilled - began)
         if self._streamer is not None:
             self._streamer.end()
         new = [text[start:] for text, start in zip(self._rows.texts, self._rows.prompt_lens, strict=True)]
         return new, stats
 
-    def _round(self, cache: ReplayCache, forward: Forward) -> None:
+    def _prefill(self, held: Session) -> None:
+        for rows, logits in held.forward.prefill(self._prompts):
+            if self._rules.per_token:
+                self._take(rows, [self._decide(row, each, []) for row, each in zip(rows, logits, strict=True)])
+            else:
+                ends = torch.tensor([[len(self._prompts[row])] for row in rows], device=self._device)
+                chosen = self._sampler.choose(logits, self._seeds[rows], self._requests[rows], ends).tolist()
+                self._take(rows, [self._cut(row, each, []) for row, each in zip(rows, chosen, strict=True)])
+
+    def _round(self, held: Session) -> None:
         rows, texts = sorted(self._active), self._rows.texts
         limits = [min(self._num_draft_tokens, self._rows.room(row) - 1) for row in rows]
         drafts = self._drafter.propose(rows, limits)
-        width = 1 + max(map(len, drafts))
-        # Behind a shorter draft the window is filled with a token that is scored and never accepted.
-        windows = [
-            [texts[row][-1], *draft, *[0] * (width - 1 - len(draft))] for row, draft in zip(rows, drafts, strict=True)
-        ]
-        cache.select(rows)
-        logits = forward(windows)
-        counts = self._take(rows, logits, drafts)
+        windows = [[texts[row][-1], *draft] for row, draft in zip(rows, drafts, strict=True)]
+        positions = [len(texts[row]) for row in rows]
+        if self._rules.per_token:
+            scores = held.step.score(rows, windows, positions)
+            results = [
+                self._decide(row, each, draft)
+                for row, each, draft in zip(rows, scores[: len(rows)], drafts, strict=True)
+            ]
+        else:
+            choices = held.step.choose(rows, windows, positions)
+            results = [self._cut(row, each, draft) for row, each, draft in zip(rows, choices, drafts, strict=True)]
+        self._take(rows, results)
+        counts = [len(new) for new, _ in results]
         # Of a row that gained n tokens the window holds n rows of the text: the one before them and n - 1 drafts.
-        cache.accept(counts)
+        held.cache.accept(counts)
         self._rounds += 1
         self._drafted += sum(map(len, drafts))
         self._accepted += sum(counts) - len(counts)
         if hasattr(self._streamer, "on_round"):
             self._streamer.on_round(sum(map(len, drafts)), sum(counts) - len(counts))
 
-    def _take(self, rows: Sequence[int], logits: Tensor, drafts: Sequence[Sequence[int]]) -> list[int]:
-        """Turn scores into text: accept, end rows, tell drafter and streamer. Returns the new tokens' counts."""
-        if self._rules.per_token:
-            results = [
-                self._decide(row, scores, draft) for row, scores, draft in zip(rows, logits, drafts, strict=True)
-            ]
-        else:
-            places = range(logits.shape[1])
-            ends = [len(self._rows.texts[row]) for row in rows]
-            positions = torch.tensor([[end + i for i in places] for end in ends], device=self._device)
-            choices = self._sampler.choose(logits, self._requests[list(rows)], positions).tolist()
-            results = [
-                self._rules.cut(choice, draft, self._rows.room(row))
-                for row, choice, draft in zip(rows, choices, drafts, strict=True)
-            ]
+    def _take(self, rows: Sequence[int], results: Sequence[tuple[list[int], bool]]) -> None:
+        """Make new tokens part of the rows' texts, end rows, tell drafter and streamer."""
         for row, (new, ended) in zip(rows, results, strict=True):
             self._rows.append(row, new)
             self._drafter.extend(row, new)
@@ -174,7 +177,19 @@ class Decoder:
                     self._streamer.put(torch.tensor([token], device="cpu"))
             if ended:
                 self._active.discard(row)
-        return [len(new) for new, _ in results]
+
+    def _cut(self, row: int, choices: Sequence[int], draft: Sequence[int]) -> tuple[list[int], bool]:
+        """Accept a draft without processors and criteria."""
+        new, ended = self._rules.cut(choices, draft, self._rows.room(row))
+        if new[-1] < 0:
+            self._refuse_scores(row, len(self._rows.texts[row]) + len(new) - 1)
+        return new, ended
+
+    def _refuse_scores(self, row: int, position: int) -> None:
+        raise ValueError(
+            f"model: expected scores of which one is the highest, got NaN or minus infinity alone in row {row} for "
+            f"token {position} of its text (the prompt counted)"
+        )
 
     def _decide(self, row: int, logits: Tensor, draft: Sequence[int]) -> tuple[list[int], bool]:
         """Accept a draft token by token, with processors before and criteria behind each."""
@@ -184,8 +199,10 @@ class Decoder:
         for place in range(len(draft) + 1):
             scores = rules.process(tokens, logits[place : place + 1].clone())
             position = torch.tensor([[length + place]], device=self._device)
-            chosen = self._sampler.choose(scores[:, None], self._requests[row : row + 1], position)
-            new.append(int(chosen))
+            keys = self._seeds[row : row + 1], self._requests[row : row + 1]
+            new.append(int(self._sampler.choose(scores[:, None], *keys, position)))
+            if new[-1] < 0:
+                self._refuse_scores(row, length + place)
             tokens = self._rows.tensor(row, new)
             if rules.ends(tokens, scores, room - len(new)):
                 return new, True
@@ -193,7 +210,8 @@ class Decoder:
                 break
         return new, False
 
-    def _stats(self, cache: ReplayCache, exact: bool, seconds: float, prefill_seconds: float) -> GenerationStats:
+    def _stats(self, held: Session, seconds: float, prefill_seconds: float) -> GenerationStats:
+        cache, step = held.cache, held.step
         read, written = cache.moved_bytes()
         lengths = zip(self._rows.texts, self._rows.prompt_lens, strict=True)
         return GenerationStats(
@@ -208,5 +226,7 @@ class Decoder:
             state_bytes_read=read,
             state_bytes_written=written,
             flushes=cache.traffic.flushed,
-            exact=exact,
+            graph_rounds=step.replayed,
+            eager_because=step.graphs.refused,
+            exact=held.forward.exact,
         )

@@ -23,16 +23,16 @@ _STREAM = 0x47554D42
 _WORD = 0xFFFFFFFF
 
 
-def gumbel_noise(seed: int, requests: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+def gumbel_noise(seeds: Tensor, requests: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise for every token id at the given places.
 
     ``-log(-log(u))`` with ``u = (r + 1/2) / 2^32`` and ``r`` a 32-bit word of Philox-4x32-10 under the key ``seed`` and
     the counter ``(token id // 4, position, request, constant)``.
 
     Args:
-        seed: 64 bits are used.
-        requests: int64, any shape, identity of the text, in ``0..2^32-1``.
-        positions: int64, broadcastable to ``requests``, index of the token in its text.
+        seeds: int64, any shape; all 64 bits are used (``signed_seed``).
+        requests: int64, broadcastable to ``seeds`` like ``positions``: identity of the text, in ``0..2^32-1``.
+        positions: int64, index of the token in its text.
         vocab_size: number of token ids.
 
     Returns:
@@ -40,27 +40,43 @@ def gumbel_noise(seed: int, requests: Tensor, positions: Tensor, vocab_size: int
 
     Example:
         >>> import torch
-        >>> gumbel_noise(7, torch.tensor([0, 1]), torch.tensor([5, 5]), 11).shape
+        >>> gumbel_noise(torch.tensor(7), torch.tensor([0, 1]), torch.tensor([5, 5]), 11).shape
         torch.Size([2, 11])
     """
-    requests, positions = torch.broadcast_tensors(requests, positions)
+    seeds, requests, positions = torch.broadcast_tensors(seeds, requests, positions)
     blocks = torch.arange((vocab_size + 3) // 4, dtype=torch.int64, device=requests.device)
     counter = torch.broadcast_tensors(
         blocks, positions[..., None] & _WORD, requests[..., None] & _WORD, torch.full_like(blocks, _STREAM)
     )
-    key = (seed & _WORD, (seed >> 32) & _WORD)
+    key = (seeds[..., None] & _WORD, (seeds[..., None] >> 32) & _WORD)
     words = torch.stack(philox4x32(counter, key), dim=-1).flatten(-2)[..., :vocab_size]
     uniform = (words.to(torch.float64) + 0.5) * 2.0**-32
     return uniform.log_().neg_().log_().neg_()
+
+
+def signed_seed(seed: int) -> int:
+    """The number in the range of int64 that has the same 64 bits.
+
+    Example:
+        >>> signed_seed(5), signed_seed(2**64 - 1)
+        (5, -1)
+    """
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
+def _likeliest(scores: Tensor) -> Tensor:
+    """The argmax over the last axis, the smallest of equal ones; -1 where there is a NaN or no token is possible."""
+    best = scores.argmax(dim=-1, keepdim=True)  # the place of a NaN, if there is one
+    return best.where(scores.gather(-1, best) > -torch.inf, -1).squeeze(-1)
 
 
 @dataclass(frozen=True)
 class Greedy:
     """Take the most likely token; of equal ones the smallest id."""
 
-    def choose(self, logits: Tensor, requests: Tensor, positions: Tensor) -> Tensor:
-        """Return int64 ``[rows, tokens]``, the argmax of ``logits`` ``[rows, tokens, vocab]``."""
-        return logits.argmax(dim=-1)
+    def choose(self, logits: Tensor, seeds: Tensor, requests: Tensor, positions: Tensor) -> Tensor:
+        """Return int64 ``[rows, tokens]``, the argmax of ``logits`` ``[rows, tokens, vocab]``; -1 as in ``Gumbel``."""
+        return _likeliest(logits)
 
 
 @dataclass(frozen=True)
@@ -68,13 +84,11 @@ class Gumbel:
     """Sample from ``softmax(logits / temperature)`` after the top-k and then the top-p cut.
 
     Attributes:
-        seed: key of the noise.
         temperature: > 0, finite.
         top_k: keep the k most likely tokens (all that tie with the k-th one), None for all.
         top_p: keep the most likely tokens while those before them hold less than this probability, None for all.
     """
 
-    seed: int
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
@@ -95,16 +109,17 @@ class Gumbel:
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: expected 0 < top_p <= 1 or None, got {self.top_p}")
 
-    def choose(self, logits: Tensor, requests: Tensor, positions: Tensor) -> Tensor:
-        """Draw one token per place.
+    def choose(self, logits: Tensor, seeds: Tensor, requests: Tensor, positions: Tensor) -> Tensor:
+        """Draw one token per place. Nothing is read back, so that it can be part of a graph.
 
         Args:
             logits: ``[rows, tokens, vocab]``, any float dtype.
+            seeds: int64 ``[rows]``, keys of the noise.
             requests: int64 ``[rows]``.
             positions: int64 ``[rows, tokens]``.
 
         Returns:
-            int64 ``[rows, tokens]``.
+            int64 ``[rows, tokens]``; -1 where a logit is NaN or none is above minus infinity.
         """
         scores = logits.to(torch.float64) / self.temperature
         if self.top_k is not None and self.top_k < scores.shape[-1]:
@@ -112,7 +127,7 @@ class Gumbel:
             scores = scores.masked_fill(scores < smallest, -torch.inf)
         if self.top_p is not None and self.top_p < 1:
             scores = _keep_top_p(scores, self.top_p)
-        return (scores + gumbel_noise(self.seed, requests[:, None], positions, scores.shape[-1])).argmax(dim=-1)
+        return _likeliest(scores + gumbel_noise(seeds[:, None], requests[:, None], positions, scores.shape[-1]))
 
 
 def _keep_top_p(scores: Tensor, top_p: float) -> Tensor:

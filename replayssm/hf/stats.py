@@ -21,6 +21,8 @@ class GenerationStats:
         state_bytes_read: checkpoint and ring bytes that the verifies read, all layers.
         state_bytes_written: checkpoint and ring bytes that they wrote.
         flushes: checkpoints written after the prefill, counted once for all layers.
+        graph_rounds: rounds that were replayed from a CUDA graph; a shape is captured the second time that it comes.
+        eager_because: why no round could be, None if some could.
         exact: whether matrix products were measured to round a token alike in every window and batch (see docs/hf.md).
     """
 
@@ -35,6 +37,8 @@ class GenerationStats:
     state_bytes_read: int
     state_bytes_written: int
     flushes: int
+    graph_rounds: int
+    eager_because: str | None
     exact: bool
 
     @property

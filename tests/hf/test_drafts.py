@@ -145,7 +145,7 @@ def test_a_draft_model_drafts_more_than_the_window_holds(window, num_draft_token
 
 def test_a_draft_model_is_detached_when_its_cache_cannot_be_made(monkeypatch):
     drafter, made = fresh_model(seed=3), []
-    monkeypatch.setattr("replayssm.hf.draft_model.ReplayCache", lambda *_, **__: made.append(1) or 1 / 0)
+    monkeypatch.setattr("replayssm.hf.session.ReplayCache", lambda *_, **__: made.append(1) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         hf.generate(shared_model(), torch.tensor([[3, 4]]), draft_model=drafter)
     assert made and attachment_of(drafter) is None and attachment_of(shared_model()) is None

@@ -159,9 +159,12 @@ def test_batch_rows_have_the_bits_of_the_row_alone(splits):
         with torch.inference_mode(), hf.ReplayCache(model, 3) as cache:
             forward = Forward(model, cache)
             assert forward.exact
-            parts = [torch.cat([forward.prefill(row, prompts[row]) for row in rows])]
+            parts = [torch.zeros(len(rows), 1, 61)]
+            for place, row in enumerate(rows):
+                cache.select([row])
+                parts[0][place] = forward.score(torch.tensor([prompts[row]]))[:, -1]
             cache.select(rows)
-            parts += [forward([windows[row][a:b] for row in rows]) for a, b in splits]
+            parts += [forward.score(torch.tensor([windows[row][a:b] for row in rows])) for a, b in splits]
         return torch.cat(parts, dim=1)
 
     together = logits([2, 0, 1])

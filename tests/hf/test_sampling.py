@@ -6,26 +6,27 @@ from tiny_mamba2 import fresh_model, make_prompts, pad, shared_model
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import replayssm.hf as hf
-from replayssm.hf.sampling import Greedy, Gumbel, gumbel_noise
+from replayssm.hf.sampling import Greedy, Gumbel, gumbel_noise, signed_seed
 
 
-def place(requests, positions):
-    return torch.tensor(requests), torch.tensor(positions)
+def place(seed, requests, positions):
+    requests = torch.tensor(requests)
+    return torch.full_like(requests, signed_seed(seed)), requests, torch.tensor(positions)
 
 
 def test_noise_is_a_function_of_its_place():
-    whole = gumbel_noise(5, *place([[0], [7]], [[3, 4, 9]]), 13)
+    whole = gumbel_noise(*place(5, [[0], [7]], [[3, 4, 9]]), 13)
     assert whole.shape == (2, 3, 13) and whole.dtype == torch.float64 and whole.isfinite().all()
-    assert torch.equal(whole[1, 2], gumbel_noise(5, *place(7, 9), 13))
-    assert torch.equal(whole[1, 2, :6], gumbel_noise(5, *place(7, 9), 6))
-    places = ((6, 7, 9), (5, 8, 9), (5, 7, 10), (5 + 2**32, 7, 9), (-1, 7, 9))
-    others = [gumbel_noise(seed, *place(request, position), 13) for seed, request, position in places]
+    assert torch.equal(whole[1, 2], gumbel_noise(*place(5, 7, 9), 13))
+    assert torch.equal(whole[1, 2, :6], gumbel_noise(*place(5, 7, 9), 6))
+    places = ((6, 7, 9), (5, 8, 9), (5, 7, 10), (5 + 2**32, 7, 9), (2**64 - 1, 7, 9))
+    others = [gumbel_noise(*place(seed, request, position), 13) for seed, request, position in places]
     for other in others:
         assert not torch.isclose(whole[1, 2], other).any()
 
 
 def test_noise_is_gumbel():
-    noise = gumbel_noise(1, *place(0, list(range(40))), 2500).flatten()
+    noise = gumbel_noise(*place(1, 0, list(range(40))), 2500).flatten()
     euler, deviation = 0.5772157, 1.2825498
     assert abs(noise.mean() - euler) < 5 * deviation / len(noise) ** 0.5
     assert abs(noise.std() - deviation) < 0.02
@@ -41,8 +42,11 @@ def test_noise_is_gumbel():
 def test_distribution(temperature, top_k, top_p):
     vocab, draws = 9, 20000
     logits = torch.randn(1, 1, vocab, generator=torch.Generator().manual_seed(3)) * 1.5
-    chosen = Gumbel(11, temperature, top_k, top_p).choose(
-        logits.expand(4, draws // 4, vocab), torch.arange(4), torch.arange(draws // 4).expand(4, -1)
+    chosen = Gumbel(temperature, top_k, top_p).choose(
+        logits.expand(4, draws // 4, vocab),
+        torch.full((4,), 11),
+        torch.arange(4),
+        torch.arange(draws // 4).expand(4, -1),
     )
     scores = TemperatureLogitsWarper(float(temperature))(None, logits[0])
     if top_k is not None:
@@ -60,12 +64,12 @@ def test_distribution(temperature, top_k, top_p):
 
 def test_top_p_keeps_the_likeliest_token():
     logits = torch.tensor([[[0.0, 4.0, 1.0]]])
-    assert Gumbel(0, top_p=1e-9).choose(logits, *place([0], [[5]])).item() == 1
+    assert Gumbel(top_p=1e-9).choose(logits, *place(0, [0], [[5]])).item() == 1
 
 
 def test_ties_take_the_smallest_id():
     logits = torch.tensor([[[1.0, 3.0, 3.0], [0.0, 0.0, 0.0]]])
-    assert Greedy().choose(logits, *place([0], [[0, 1]])).tolist() == [[1, 0]]
+    assert Greedy().choose(logits, *place(0, [0], [[0, 1]])).tolist() == [[1, 0]]
 
 
 @pytest.mark.parametrize(
