@@ -207,7 +207,7 @@ class ReplayCache(Cache):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """While a graph captures a forward, which runs when the graph is replayed: nothing is booked here."""
-        self._recording = True
+        self._recording, self._prefill = True, None
         try:
             yield
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,6 +25,12 @@ def why_not(model: nn.Module, device: torch.device) -> str | None:
     return None
 
 
+@cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """One for all graphs: they share memory only on one stream, and every stream has a workspace of cuBLAS for good."""
+    return torch.cuda.Stream(device)
+
+
 class Graph:
     """One captured call.
 
@@ -35,7 +42,7 @@ class Graph:
 
     def __init__(self, function: Callable[[], Tensor], pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()
+        stream = _capture_stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             # Other threads may go on allocating and launching meanwhile.
