@@ -9,10 +9,11 @@ from typing import Any, NoReturn
 from replayssm import __version__
 from replayssm.bench import FAMILIES, Family, Options
 from replayssm.cli.errors import UsageError
+from replayssm.models import NAMES
 
 GENERATE_EXAMPLES = """\
 examples:
-  replayssm generate                                   the shipped model continues its demo prompt
+  replayssm generate                                   a small shipped model continues its demo prompt
   replayssm generate --prompt "Once upon a time"
   replayssm generate --compare                         speed and memory, with and without speculation
   replayssm generate ./my-mamba2 --draft ./my-draft-model --prompt-file question.txt
@@ -99,7 +100,10 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     generate.add_argument(
-        "model", nargs="?", metavar="MODEL", help="folder or hub id of a Mamba-2 model (default: the shipped tiny one)"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help=f"a shipped model ({', '.join(NAMES)}), or a folder or hub id of yours (default: {NAMES[0]})",
     )
     prompt = generate.add_argument_group(
         "prompt (default: standard input when it is piped)"
