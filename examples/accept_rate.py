@@ -1,6 +1,6 @@
-"""How often the shipped model accepts look-up drafts on text that it has not seen.
+"""How often a shipped model accepts look-up drafts on text that it has not seen.
 
-    python examples/accept_rate.py
+    python examples/accept_rate.py tiny-mamba2
 
 counts on the twenty held-out passages, in two ways:
 
@@ -73,9 +73,9 @@ def count(prompt: Sequence[int], text: Sequence[int], wanted: Sequence[bool], nu
     return drafted, accepted, rounds
 
 
-def continuations(new_tokens: int) -> list[tuple[list[int], list[int], list[int], list[bool]]]:
+def continuations(name: str, new_tokens: int) -> list[tuple[list[int], list[int], list[int], list[bool]]]:
     """For each passage: prompt, greedy text, real text, and whether the model's first choice is the real token."""
-    folder = replayssm.models.path()
+    folder = replayssm.models.path(name)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     rows = []
@@ -91,11 +91,12 @@ def continuations(new_tokens: int) -> list[tuple[list[int], list[int], list[int]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=replayssm.models.NAMES)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[2, 4, 6])
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows = continuations(args.new_tokens)
+    rows = continuations(args.model, args.new_tokens)
     always = [True] * args.new_tokens
     texts = {"greedy, all of it": [(prompt, greedy, always) for prompt, greedy, _, _ in rows]}
     for period in (16, 64):
