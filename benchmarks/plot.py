@@ -29,21 +29,23 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def generation(rows: list[dict[str, str]]) -> plt.Figure:
-    """Speed of every prompt, in units of transformers' own generate, the slowest first."""
-    rows = sorted(rows, key=lambda row: float(row["x transformers"]))
-    figure, axes = plt.subplots(figsize=(8, 3.6))
-    drafts = [float(row["x transformers"]) for row in rows]
-    plain = [d / float(row["x replay"]) for d, row in zip(drafts, rows, strict=True)]
-    places = range(len(rows))
-    axes.bar(places, drafts, color=OURS, label="replay with look-up drafts")
-    axes.bar(places, plain, color=OTHERS, label="replay without drafts")
-    axes.axhline(1, color=FLOOR, linewidth=1.2, label="transformers' own generate")
-    axes.set_xticks(places, [row["prompt"].replace("held-out ", "") for row in rows], fontsize=8)
-    axes.set_xlabel("held-out prompt")
-    axes.set_ylabel("tokens/s over transformers")
-    axes.set_title("Shipped model, one CPU thread, greedy, 256 new tokens", fontsize=10)
-    axes.legend(frameon=False, fontsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
+    """Speed of every prompt, in units of transformers' own generate, the slowest first; a panel per model."""
+    names = list(dict.fromkeys(row["model"] for row in rows))
+    figure, panels = plt.subplots(1, len(names), figsize=(8 * len(names), 3.6), squeeze=False, sharey=True)
+    for axes, name in zip(panels[0], names, strict=True):
+        chosen = sorted((row for row in rows if row["model"] == name), key=lambda row: float(row["x transformers"]))
+        drafts = [float(row["x transformers"]) for row in chosen]
+        plain = [d / float(row["x replay"]) for d, row in zip(drafts, chosen, strict=True)]
+        places = range(len(chosen))
+        axes.bar(places, drafts, color=OURS, label="replay with look-up drafts")
+        axes.bar(places, plain, color=OTHERS, label="replay without drafts")
+        axes.axhline(1, color=FLOOR, linewidth=1.2, label="transformers' own generate")
+        axes.set_xticks(places, [row["prompt"].replace("held-out ", "") for row in chosen], fontsize=8)
+        axes.set_xlabel("held-out prompt")
+        axes.set_title(f"{name}, one CPU thread, greedy, 256 new tokens", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_ylabel("tokens/s over transformers")
+    panels[0][0].legend(frameon=False, fontsize=8)
     return figure
 
 
