@@ -1,0 +1,209 @@
+"""Steps whose forwards come from a graph. Here a call under ``recording`` stands for a replay, which tells the host
+as little; the graphs themselves are tested on a GPU (tests/gpu/test_generation.py)."""
+
+import copy
+
+import pytest
+import torch
+from tiny_mamba2 import fresh_model, greedy_text, make_prompts, oracle, pad
+from torch import nn
+from transformers import RepetitionPenaltyLogitsProcessor
+
+import replayssm.hf as hf
+from replayssm.hf.attachment import attachment_of
+from replayssm.hf.graph import Graphs, why_not
+from replayssm.hf.sampling import Greedy
+from replayssm.hf.session import Session, Shape
+
+COUNT = 21
+
+
+class Replayed:
+    def __init__(self, function, recording):
+        self.function, self.recording = function, recording
+
+    def replay(self):
+        with self.recording():
+            return self.function()
+
+
+@pytest.fixture(autouse=True)
+def graphs(monkeypatch):
+    """Keys in the order of the steps."""
+    keys = []
+
+    def find(self, key, function, recording):
+        keys.append(key)
+        return Replayed(function, recording) if keys.count(key) > 1 else None
+
+    monkeypatch.setattr("replayssm.hf.session.why_not", lambda *_: None)
+    monkeypatch.setattr("torch.cuda.graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(Graphs, "find", find)
+    return keys
+
+
+def generate(model, prompts, **options):
+    ids, mask = pad(prompts)
+    options = {"max_new_tokens": COUNT, "return_stats": True, "pad_token_id": 0, **options}
+    out, stats = hf.generate(model, ids, attention_mask=mask, **options)
+    return [row[ids.shape[1] :].tolist() for row in out], stats
+
+
+@pytest.mark.parametrize("draft", ["lookup", None, "mixed"])
+@pytest.mark.parametrize("batch", [1, 3, 5])
+def test_text_with_padded_shapes_and_commits_inside_the_step(draft, batch, graphs):
+    prompts = make_prompts("biases", (9, 2, 14, 5, 1)[:batch])
+    expected = [greedy_text("biases", prompt, COUNT) for prompt in prompts]
+    if draft == "mixed":
+        draft = oracle([p + e for p, e in zip(prompts, expected, strict=True)], lambda place: place % 5 != 0)
+    texts, stats = generate(fresh_model(), prompts, draft=draft, num_draft_tokens=5)
+    assert texts == expected
+    assert stats.graph_rounds == stats.rounds - len(set(graphs)) > 0 and stats.eager_because is None
+    assert {width for _, _, width in graphs} <= ({1} if draft is None else {1, 2, 4, 6})
+    assert {total for _, total, _ in graphs} <= {1: {1}, 3: {1, 2, 3}, 5: {1, 2, 4, 5}}[batch]
+
+
+def test_rows_that_ended_leave_padding_behind(graphs):
+    prompts = make_prompts("biases", (5, 8, 3, 6, 9), seed=3)
+    texts = [greedy_text("biases", prompt, COUNT) for prompt in prompts]
+    ends = (texts[0][3], texts[1][9])
+    expected = [text[: min((text.index(e) + 1 for e in ends if e in text), default=COUNT)] for text in texts]
+    got, stats = generate(fresh_model(), prompts, draft=None, eos_token_id=ends)
+    assert len({len(text) for text in expected}) > 2
+    assert got == [text + [0] * (max(map(len, expected)) - len(text)) for text in expected]
+    assert {total for _, total, _ in graphs} >= {5, 4} and stats.graph_rounds > 0
+
+
+def test_processors_run_on_scores_of_a_graph():
+    prompts = make_prompts("biases", (6, 3, 9))
+    options = dict(logits_processor=[RepetitionPenaltyLogitsProcessor(1.7)], num_draft_tokens=4)
+    texts, stats = generate(fresh_model(), prompts, **options)
+    assert stats.graph_rounds > 0
+    for prompt, text in zip(prompts, texts, strict=True):
+        assert generate(fresh_model(), [prompt], draft=None, **options)[0] == [text]
+
+
+def test_a_draft_model_steps_alike(graphs):
+    prompts = make_prompts("biases", (6, 3, 9))
+    texts, stats = generate(fresh_model(), prompts, draft_model=fresh_model(), num_draft_tokens=3)
+    assert texts == [greedy_text("biases", prompt, COUNT) for prompt in prompts]
+    assert stats.accepted == stats.drafted > 0 and len(graphs) > 2 * stats.rounds
+
+
+def test_an_attached_model_keeps_its_session(graphs):
+    model, prompts = hf.attach(fresh_model()), make_prompts("biases", (6, 3, 9))
+    first, _ = generate(model, prompts)
+    session = attachment_of(model).session
+    graphs_before = len(set(graphs))
+    again, stats = generate(model, prompts)
+    assert again == first and attachment_of(model).session is session
+    assert stats.graph_rounds == stats.rounds and len(set(graphs)) == graphs_before
+    generate(model, prompts[:2])
+    assert attachment_of(model).session is not session
+    assert session.cache.pool is not attachment_of(model).session.cache.pool
+    twin = copy.deepcopy(model)
+    assert attachment_of(twin).session is None and generate(twin, prompts)[0] == first
+    with pytest.raises(ValueError, match="3 numbers"):
+        generate(model, prompts, request_ids=[0])
+    hf.detach(model)
+    assert attachment_of(model) is None
+
+
+def test_a_generation_that_failed_leaves_no_session():
+    model, prompts = hf.attach(fresh_model()), make_prompts("biases", (6, 3, 9))
+
+    def draft(token_ids, num_tokens):
+        return torch.tensor([99])
+
+    generate(model, prompts)
+    with pytest.raises(ValueError, match="expected token ids"):
+        generate(model, prompts, draft=draft)
+    assert attachment_of(model).session is None
+
+
+def by_data(model):
+    for parameter in model.parameters():
+        parameter.data.mul_(1.25)
+
+
+def by_copy(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05)
+
+
+def by_parameter(model):
+    mixer = model.backbone.layers[1].mixer
+    mixer.in_proj.weight = nn.Parameter(mixer.in_proj.weight * 1.5)
+    mixer.A_log.data = mixer.A_log.data + 0.5
+
+
+def by_limit(model):
+    for layer in model.backbone.layers:
+        layer.mixer.time_step_limit = (0.1, 0.2)
+
+
+@pytest.mark.parametrize("change", [by_data, by_copy, by_parameter, by_limit])
+def test_weights_changed_between_generations_are_used(change, monkeypatch):
+    monkeypatch.setattr("replayssm.hf.cache.may_pack", lambda _: False)  # as on a GPU
+    monkeypatch.setattr("replayssm.hf.forward.may_pack", lambda _: False)
+    model, fresh, prompts = hf.attach(fresh_model()), fresh_model(), make_prompts("biases", (6, 3, 9))
+    before, _ = generate(model, prompts)
+    change(model)
+    change(fresh)
+    expected, _ = generate(fresh, prompts)
+    assert expected != before
+    for _ in range(2):
+        assert generate(model, prompts)[0] == expected
+
+
+@torch.inference_mode()
+def test_padding_leaves_the_other_slots_alone():
+    model, prompts = hf.attach(fresh_model()), make_prompts("biases", (6, 3, 9, 2, 4))
+    session = Session(model, Shape(5, 4, 8, Greedy()))
+    session.step.start(0, range(5))
+    for _ in session.forward.prefill(prompts):
+        pass
+    session.step.choose([0, 1, 2, 3, 4], [[5], [6, 7], [8], [9], [5]], [0] * 5)
+    session.cache.accept([1, 2, 0, 2, 1])
+    idle = [int(session.cache.slots[row]) for row in (0, 3)]
+    before = [tensor[idle].clone() for _, tensor in session.cache.pool._slotted()]
+    for _ in range(3):
+        session.step.choose([1, 2, 4], [[5, 6, 7], [8], [9, 4]], [0] * 3)
+        session.cache.accept([2, 1, 4])
+    assert session.cache.slots[3:].tolist() == [-1]
+    assert all(torch.equal(a, b[idle]) for a, (_, b) in zip(before, session.cache.pool._slotted(), strict=True))
+    # What the idle rows are owed is still noted.
+    session.cache.select([0, 3])
+    assert session.cache.take_owed() == [(2, 1), (2, 2)]
+
+
+def test_what_cannot_be_captured():
+    model = fresh_model()
+    assert "cpu" in why_not(model, torch.device("cpu"))
+    assert why_not(model, torch.device("cuda")) is None
+    hook = model.backbone.layers[0].register_forward_pre_hook(lambda *_: None)
+    assert "hooks" in why_not(model, torch.device("cuda"))
+    hook.remove()
+
+
+def test_checked_mode_captures_nothing(monkeypatch):
+    monkeypatch.setenv("REPLAYSSM_CHECK", "1")
+    assert "REPLAYSSM_CHECK" in why_not(fresh_model(), torch.device("cuda"))
+
+
+@pytest.mark.parametrize("options", [dict(), dict(do_sample=True), dict(stopping_criteria=[lambda *_: False])], ids=str)
+def test_scores_that_are_no_numbers_name_their_row(options):
+    model, prompts = fresh_model(), make_prompts("biases", (6, 3))
+    text = greedy_text("biases", prompts[1], 4)
+    with torch.no_grad():
+        model.backbone.embeddings.weight[prompts[1][-1]] = float("nan")
+    prompts[0] = [token for token in prompts[0] if token != prompts[1][-1]]
+    with pytest.raises(ValueError, match=r"model: expected scores .* got NaN .* in row 1 for token 3 of its text"):
+        generate(model, prompts, **options)
+    assert text
+
+
+def test_no_token_left_by_the_processors():
+    with pytest.raises(ValueError, match="minus infinity alone in row 0 for token 2"):
+        generate(fresh_model(), [[3, 4]], logits_processor=[lambda ids, scores: scores - torch.inf])
