@@ -149,17 +149,64 @@ def test_a_broken_file_of_weights_is_named(capsys, model, tmp_path):
     _fails(capsys, ["generate", str(broken), "--prompt", "a"], 1, f"cannot load the model from '{broken}'")
 
 
-def test_retries_without_a_network_are_not_printed(capsys, monkeypatch):
+@pytest.fixture
+def hub(monkeypatch):
+    """A network that works until it is given an error; returns what was asked of it."""
+    from replayssm.hf import pretrained
+
+    asked = []
+
+    class Session:
+        error = None
+
+        def head(self, url, timeout):
+            asked.append((url, timeout))
+            if self.error is not None:
+                raise self.error
+
+    session = Session()
+    monkeypatch.setattr(pretrained.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(pretrained, "get_session", lambda: session)
+    session.asked = asked
+    return session
+
+
+def test_retries_of_the_hub_are_not_printed(capsys, monkeypatch, hub):
     logger, heard = logging.getLogger("huggingface_hub.utils._http"), []
     monkeypatch.setattr(logging.getLogger("huggingface_hub"), "level", logging.WARNING)
 
     def unreachable(name, **options):
-        heard.append(logger.isEnabledFor(logging.WARNING))
+        heard.append((logger.isEnabledFor(logging.WARNING), options))
         raise OSError("cannot connect\nto the hub")
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", unreachable)
-    _fails(capsys, ["generate", "some/model", "--prompt", "a"], 1, "from 'some/model': cannot connect to the hub")
-    assert heard == [False]
+    assert main(["generate", "some/model", "--prompt", "a"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.splitlines() == [
+        "replayssm: asking https://huggingface.co for the tokenizer 'some/model'",
+        "replayssm: error: cannot load the tokenizer from 'some/model': cannot connect to the hub",
+    ]
+    assert heard == [(False, {})]
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(capsys, monkeypatch, hub):
+    hub.error = ConnectionError("no route\nto host")
+    heard = []
+
+    def not_stored(name, **options):
+        heard.append(options)
+        raise OSError("a long explanation")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", not_stored)
+    assert main(["generate", "some/model", "--prompt", "a"]) == 1
+    assert "cannot be reached (no route to host), and nothing is stored here" in capsys.readouterr().err
+    assert heard == [{"local_files_only": True}] and len(hub.asked) == 1 and hub.asked[0][1] <= 10
+
+
+def test_a_folder_needs_no_hub(capsys, model, hub):
+    hub.error = ConnectionError("no route to host")
+    assert _json(capsys, "generate", model, "--prompt", "a", "--max-new-tokens", "1")["new_tokens"] == 1
+    assert hub.asked == []
 
 
 @pytest.mark.parametrize("locale", ["C", "C.UTF-8"])

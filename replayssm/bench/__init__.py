@@ -29,7 +29,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from replayssm.bench.timing import Timer
 
-__all__ = ["FAMILIES", "BadOption", "Case", "Family", "GenerateOptions", "Options", "WrongAnswer", "vary"]
+__all__ = [
+    "FAMILIES",
+    "RANDOM_MODELS",
+    "BadOption",
+    "Case",
+    "Family",
+    "GenerateOptions",
+    "Options",
+    "Row",
+    "Tables",
+    "WrongAnswer",
+    "vary",
+]
 
 Row = dict[str, Any]
 Tables = dict[str, list[Row]]
@@ -88,20 +100,24 @@ class Options:
     peers: bool = True
 
 
+# Hidden size and layers of the published Mamba-2 models: heads of 64, one group, state dim 128, 50288 tokens.
+RANDOM_MODELS = {"130m": (768, 24), "370m": (1024, 48), "780m": (1536, 48), "1.3b": (2048, 48), "2.7b": (2560, 64)}
+
+
 @dataclass(frozen=True)
 class GenerateOptions:
-    """What the user asked of ``replayssm bench generate``.
+    """What the user asked of ``replayssm bench generate``, which is a family too, with a model in place of an op.
 
     Attributes:
         device: ``"cpu"`` or ``"cuda"``.
         model: folder or hub id, None for the shipped model.
-        random: in place of a model, the name of a published size in ``generation.SIZES``, with random weights.
-        dtype: of the weights.
-        batches: sequences.
+        random: a key of `RANDOM_MODELS`: random weights in place of a model.
+        dtype: ``"float32"`` or ``"bfloat16"``, of the weights.
+        batches: sequences; None for 1, on a GPU also 16 and 64.
         prompt_tokens: length of the prompts.
-        max_new_tokens: most tokens that are written for each of them.
+        max_new_tokens: tokens that are written for each of them.
         num_draft_tokens: longest draft; None for what ``generate`` takes.
-        patience: seconds that one call may take; what a slower way has written by then counts.
+        patience: seconds after which transformers' own generate stops; what it has written by then counts.
         repeats: timed calls of each way.
         quick: one timed call of a few tokens.
     """

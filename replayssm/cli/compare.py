@@ -6,9 +6,6 @@ import argparse
 import json
 import statistics
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
@@ -16,28 +13,15 @@ import torch
 from rich import box
 from rich.table import Table
 
+from replayssm.bench.ways import Generated, Way, by_transformers, measure
 from replayssm.cache import plan
 from replayssm.cli.console import Console
-from replayssm.cli.generate import Result, show, speculate, summary
+from replayssm.cli.generate import show, speculate, summary
 from replayssm.cli.load import Loaded
 
 REPEATS = 3  # timed runs of each way, interleaved; the median counts
 PATIENCE = 20.0  # seconds for one run of all ways, above which the first runs count
 CAPTION = "whole calls, {threads}; state: bytes of checkpoint and ring a token\n"
-
-
-@dataclass
-class Way:
-    """One way to generate: its name, how to run it, and what came of it."""
-
-    name: str
-    generate: Callable[[], Result]
-    results: list[Result] = field(default_factory=list)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Speed of the whole call, median over the timed runs."""
-        return statistics.median(result.tokens_per_second for result in self.results)
 
 
 def compare(loaded: Loaded, options: argparse.Namespace) -> int:
@@ -59,9 +43,9 @@ def compare(loaded: Loaded, options: argparse.Namespace) -> int:
     ]
     if console.is_terminal and not options.json:
         with console.status("measuring each way …"):
-            _measure(ways)
+            measure(ways, REPEATS, PATIENCE)
     else:
-        _measure(ways)
+        measure(ways, REPEATS, PATIENCE)
     report = _report(loaded, options, ways)
     if options.json:
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
@@ -78,39 +62,22 @@ def _header(loaded: Loaded) -> str:
     )
 
 
-def _measure(ways: list[Way]) -> None:
-    started = time.perf_counter()
-    for way in ways:
-        way.results = [way.generate()]
-    if time.perf_counter() - started > PATIENCE:
-        return
-    timed: list[list[Result]] = [[way.generate() for way in ways] for _ in range(REPEATS)]
-    for way, results in zip(ways, zip(*timed, strict=True), strict=True):
-        way.results = list(results)
-
-
-def _transformers(loaded: Loaded, options: argparse.Namespace) -> Result:
+def _transformers(loaded: Loaded, options: argparse.Namespace) -> Generated:
     """Run transformers' own generate on the model as it was loaded."""
-    from replayssm.cli.stream import Clock
     from replayssm.hf import detach
     from replayssm.hf.attachment import attachment_of
 
     if attachment_of(loaded.model) is not None:
         detach(loaded.model)
-    sampling = {"temperature": options.temperature, "top_k": options.top_k or 0, "top_p": options.top_p or 1.0}
-    torch.manual_seed(options.seed)
-    clock = Clock()
-    started = time.perf_counter()
-    sequences = loaded.model.generate(
+    return by_transformers(
+        loaded.model,
         loaded.input_ids,
-        attention_mask=torch.ones_like(loaded.input_ids),
         max_new_tokens=options.max_new_tokens,
-        do_sample=options.temperature > 0,
-        streamer=clock,
-        **(sampling if options.temperature > 0 else {}),
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
     )
-    seconds = time.perf_counter() - started
-    return Result(sequences[0, loaded.input_ids.shape[1] :], seconds, clock.first - started, None)
 
 
 def _report(loaded: Loaded, options: argparse.Namespace, ways: list[Way]) -> dict[str, Any]:
@@ -118,6 +85,8 @@ def _report(loaded: Loaded, options: argparse.Namespace, ways: list[Way]) -> dic
     theirs, plain, drafted = ways
     state = plan.slot_bytes(layers).state
     tokens = options.num_draft_tokens + 1
+    stats = drafted.results[0].stats
+    assert stats is not None
     return {
         "model": loaded.name,
         "draft": options.draft,
@@ -131,7 +100,7 @@ def _report(loaded: Loaded, options: argparse.Namespace, ways: list[Way]) -> dic
         "ways": [_way(way, ways[0], state) for way in ways],
         "memory": {
             "state": state,
-            "replay": drafted.results[0].stats.slot_bytes,
+            "replay": stats.slot_bytes,
             "snapshots": state + plan.snapshot_bytes(layers, num_tokens=tokens),
         },
     }

@@ -5,36 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
-from dataclasses import dataclass
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from replayssm.cli.errors import UsageError
 from replayssm.cli.load import Loaded, load
 
-
-@dataclass(frozen=True)
-class Result:
-    """One finished generation.
-
-    Attributes:
-        ids: new token ids, int64 ``[tokens]``, without the prompt.
-        seconds: wall time of the whole call, prompt included.
-        prompt_seconds: the part of it up to the first new token.
-        stats: what ``replayssm.hf.generate`` counted; None for transformers' own generate.
-    """
-
-    ids: Tensor
-    seconds: float
-    prompt_seconds: float
-    stats: Any
-
-    @property
-    def tokens_per_second(self) -> float:
-        """New tokens by the wall time of the whole call."""
-        return self.ids.numel() / self.seconds
+if TYPE_CHECKING:
+    from replayssm.bench.ways import Generated
 
 
 def run(options: argparse.Namespace) -> int:
@@ -62,7 +39,7 @@ def _check(options: argparse.Namespace) -> None:
         raise UsageError("--compare needs drafts to compare with: leave out --draft none")
 
 
-def show(loaded: Loaded, options: argparse.Namespace) -> Result:
+def show(loaded: Loaded, options: argparse.Namespace) -> Generated:
     """Generate once; stream the text to a terminal or a pipe unless JSON was asked for."""
     from replayssm.cli.console import Console
     from replayssm.cli.stream import LiveStream, PlainStream
@@ -78,52 +55,49 @@ def show(loaded: Loaded, options: argparse.Namespace) -> Result:
     return result
 
 
-def speculate(loaded: Loaded, options: argparse.Namespace, *, drafts: bool = True, streamer: Any = None) -> Result:
+def speculate(loaded: Loaded, options: argparse.Namespace, *, drafts: bool = True, streamer: Any = None) -> Generated:
     """Run ``replayssm.hf.generate`` as the options say, without drafts when ``drafts`` is False."""
-    from replayssm.cli.stream import Clock
-    from replayssm.hf import attach, generate
+    from replayssm.bench.ways import by_replay
+    from replayssm.hf import attach
 
     attach(loaded.model)  # outside the timing, and once
     lookup = drafts and options.draft == "lookup"
-    clock = Clock(streamer)
-    started = time.perf_counter()
-    sequences, stats = generate(
+    return by_replay(
         loaded.model,
         loaded.input_ids,
         draft="lookup" if lookup else None,
         draft_model=loaded.draft_model if drafts else None,
         num_draft_tokens=options.num_draft_tokens,
         max_new_tokens=options.max_new_tokens,
-        do_sample=options.temperature > 0,
-        temperature=options.temperature or 1.0,
+        temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
         seed=options.seed,
-        streamer=clock,
-        return_stats=True,
+        streamer=streamer,
     )
-    seconds = time.perf_counter() - started
-    return Result(sequences[0, loaded.input_ids.shape[1] :], seconds, clock.first - started, stats)
 
 
-def summary(result: Result) -> str:
+def summary(result: Generated) -> str:
     """Return one line about speed and drafts."""
+    assert result.stats is not None
     line = f"{result.ids.numel()} tokens in {result.seconds:.2f} s · {result.tokens_per_second:.0f} tokens/s"
     if result.stats.drafted:
         line += f" · {result.stats.accept_rate:.0%} of {result.stats.drafted} drafts accepted"
     return line
 
 
-def report(loaded: Loaded, options: argparse.Namespace, result: Result) -> dict[str, Any]:
+def report(loaded: Loaded, options: argparse.Namespace, result: Generated) -> dict[str, Any]:
     """Return what ``--json`` prints of one generation."""
+    assert result.stats is not None
+    ids = result.ids[0].tolist()
     return {
         "model": loaded.name,
         "draft": options.draft,
         "num_draft_tokens": options.num_draft_tokens,
         "prompt_tokens": loaded.input_ids.shape[1],
-        "text": loaded.decode(result.ids.tolist()),
-        "token_ids": result.ids.tolist(),
-        "new_tokens": result.ids.numel(),
+        "text": loaded.decode(ids),
+        "token_ids": ids,
+        "new_tokens": len(ids),
         "seconds": result.seconds,
         "prompt_seconds": result.prompt_seconds,
         "tokens_per_second": result.tokens_per_second,

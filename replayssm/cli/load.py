@@ -18,7 +18,6 @@ from replayssm import models
 from replayssm.cli.errors import CommandError, UsageError
 
 SMALL = 50_000_000  # parameters; the matrices of a smaller model are done before a second thread has joined
-_MOST_REASON = 300  # characters of another library's message
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,8 @@ def load(options: argparse.Namespace) -> Loaded:
 
     Raises:
         UsageError: no prompt, or a device that does not exist.
-        CommandError: transformers is missing, or a model cannot be loaded.
+        CommandError: transformers is missing.
+        LoadError: a model cannot be loaded.
     """
     device = _device(options.device)
     prompt = read_prompt(options)
@@ -62,24 +62,28 @@ def load(options: argparse.Namespace) -> Loaded:
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # five retries without a network, two lines each
 
-    name = options.model or str(models.path())
+    from replayssm.hf.pretrained import load_pretrained
+
+    name = options.model or models.NAMES[0]
     dtype = getattr(torch, options.dtype)
-    tokenizer = _pretrained(transformers.AutoTokenizer, name, "tokenizer")
-    model = _pretrained(transformers.AutoModelForCausalLM, name, "model", dtype=dtype)
+    tokenizer = load_pretrained(transformers.AutoTokenizer, _source(name), "tokenizer", say)
+    model = load_pretrained(transformers.AutoModelForCausalLM, _source(name), "model", say, dtype=dtype)
     if model.num_parameters() < SMALL and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     draft = None
     if options.draft not in ("none", "lookup"):
-        draft = _pretrained(transformers.AutoModelForCausalLM, options.draft, "draft model", dtype=dtype)
+        draft = load_pretrained(
+            transformers.AutoModelForCausalLM, _source(options.draft), "draft model", say, dtype=dtype
+        )
         draft = draft.to(device).eval()
     input_ids = tokenizer(prompt, return_tensors="pt").input_ids
     if input_ids.shape[1] == 0:
         raise UsageError("the prompt has no tokens; does the model come with a tokenizer?")
-    return Loaded(options.model or models.path().name, model.to(device).eval(), tokenizer, draft, input_ids.to(device))
+    return Loaded(name, model.to(device).eval(), tokenizer, draft, input_ids.to(device))
 
 
 def read_prompt(options: argparse.Namespace) -> str:
-    """Return the text to continue: given, from a file, from standard input, or the shipped model's demo prompt."""
+    """Return the text to continue: given, from a file, from standard input, or a shipped model's demo prompt."""
     if options.prompt is not None:
         prompt = options.prompt
     elif options.prompt_file not in (None, "-"):
@@ -92,8 +96,8 @@ def read_prompt(options: argparse.Namespace) -> str:
             prompt = sys.stdin.read()
         except UnicodeDecodeError as error:
             raise CommandError(f"cannot read the prompt from standard input: {error}") from None
-    elif options.model is None:
-        prompt = models.demo_prompt()
+    elif options.model is None or options.model in models.NAMES:
+        prompt = models.demo_prompt(options.model or models.NAMES[0])
     else:
         raise UsageError("no prompt: give --prompt TEXT, --prompt-file FILE or pipe it in")
     if not prompt:
@@ -103,6 +107,11 @@ def read_prompt(options: argparse.Namespace) -> str:
     except UnicodeEncodeError:  # bytes that Python passes through as lone surrogates, as some locales have it
         raise CommandError("the prompt is not UTF-8 text") from None
     return str(prompt)
+
+
+def _source(name: str) -> str:
+    """The folder of a shipped model; every other name as it is."""
+    return str(models.path(name)) if name in models.NAMES else name
 
 
 def _is_piped(stream: Any) -> bool:
@@ -120,14 +129,6 @@ def _device(name: str) -> torch.device:
         raise UsageError(f"--device: '{name}' is no torch device; use 'cpu'") from None
 
 
-def _pretrained(loader: Any, name: str, what: str, **options: Any) -> Any:
-    folder = Path(name)
-    # What begins like a path or has more parts than a hub id can only be a folder.
-    if not folder.is_dir() and (folder.exists() or name[:1] in ("", ".", "/", "~") or len(folder.parts) > 2):
-        raise CommandError(f"cannot load the {what} from '{name}': it is neither a folder nor a hub id")
-    try:
-        return loader.from_pretrained(name, **options)
-    except Exception as error:  # a broken file raises whatever its parser does
-        text = " ".join(str(error).split()) or type(error).__name__
-        reason = text if len(text) <= _MOST_REASON else f"{text[:_MOST_REASON]}..."
-        raise CommandError(f"cannot load the {what} from '{name}': {reason}") from None
+def say(message: str) -> None:
+    """Tell on stderr what takes a while."""
+    sys.stderr.write(f"replayssm: {message}\n")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from replayssm import __version__
-from replayssm.bench import FAMILIES, Family, Options
+from replayssm.bench import FAMILIES, RANDOM_MODELS, Family, GenerateOptions, Options
 from replayssm.cli.errors import UsageError
 from replayssm.models import NAMES
 
@@ -26,6 +26,7 @@ examples:
   replayssm bench mamba --op step --state-dtype bf16,fp32 --tokens 1,4 --batch 8,64 --mode mix
   replayssm bench mamba --quick --json                 a few small cases, for a script
   replayssm bench mamba --output results --plot        CSV files and pictures
+  replayssm bench generate --batch 1,16                tokens per second of the shipped model
 """
 
 DRAFT_HELP = """\
@@ -159,6 +160,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     families = bench.add_subparsers(dest="family", required=True, metavar="FAMILY", parser_class=_Parser)
     for name, family in FAMILIES.items():
         _add_bench_family(families, name, family)
+    _add_bench_generate(families)
 
 
 def _add_bench_family(families: argparse._SubParsersAction, name: str, family: Family) -> None:
@@ -195,6 +197,44 @@ def _add_bench_family(families: argparse._SubParsersAction, name: str, family: F
         action="store_false",
         help="leave out other libraries, which may compile for minutes",
     )
+    _add_bench_output(parser)
+
+
+def _add_bench_generate(families: argparse._SubParsersAction) -> None:
+    standard = GenerateOptions()
+    parser = families.add_parser(
+        "generate",
+        help="tokens per second with and without drafts, and of transformers' own generate",
+        description="Tokens per second of whole calls, greedy, beside transformers' own generate.",
+    )
+    parser.set_defaults(options_type=GenerateOptions)
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="folder or hub id of a Mamba-2 model (default: the shipped tiny one)"
+    )
+    lines = parser.add_argument_group("what is measured")
+    lines.add_argument("--random", choices=RANDOM_MODELS, help="random weights of a published model's size instead")
+    lines.add_argument("--dtype", choices=("float32", "bfloat16"), default=standard.dtype, help="of the weights")
+    lines.add_argument(
+        "--batch", dest="batches", type=_list(_number(int, 1)), metavar="N", help="sequences, several as 1,16"
+    )
+    for name, low, what in (
+        ("prompt-tokens", 1, "length of the prompts"),
+        ("max-new-tokens", 2, "tokens to write"),
+        ("repeats", 1, "timed calls of each way"),
+    ):
+        default = getattr(standard, name.replace("-", "_"))
+        lines.add_argument(
+            f"--{name}", type=_number(int, low), default=default, metavar="N", help=f"{what} (default: {default})"
+        )
+    lines.add_argument("--num-draft-tokens", type=_number(int, 1, 63), metavar="N", help="longest draft")
+    lines.add_argument(
+        "--patience",
+        type=_number(float, 0),
+        default=standard.patience,
+        metavar="SECONDS",
+        help="when transformers' own generate stops; what it has written counts (default: %(default)s)",
+    )
+    lines.add_argument("--quick", action="store_true", help="one timed call of a few tokens")
     _add_bench_output(parser)
 
 

@@ -50,44 +50,6 @@ class TextSteps:
         return text[len(known) :]
 
 
-class Clock:
-    """A streamer that takes the time of the first and the last new token and passes everything on.
-
-    The same clock is held to every way of generating. What comes before the first token is the work on the prompt.
-
-    Args:
-        streamer: gets what this one gets, if given.
-
-    Attributes:
-        first: ``time.perf_counter()`` at the first new token, 0 before it.
-        last: the same at the newest token.
-    """
-
-    def __init__(self, streamer: PlainStream | LiveStream | None = None) -> None:
-        self.first = self.last = 0.0
-        self._streamer = streamer
-        self._in_prompt = True
-
-    def put(self, value: Tensor) -> None:
-        """Take the prompt, then the new tokens."""
-        if not self._in_prompt:
-            self.last = time.perf_counter()
-            self.first = self.first or self.last
-        self._in_prompt = False
-        if self._streamer is not None:
-            self._streamer.put(value)
-
-    def on_round(self, drafted: int, accepted: int) -> None:
-        """Take the counts of a round's drafts."""
-        if isinstance(self._streamer, LiveStream):
-            self._streamer.on_round(drafted, accepted)
-
-    def end(self) -> None:
-        """Take the end of the text."""
-        if self._streamer is not None:
-            self._streamer.end()
-
-
 class PlainStream:
     """A streamer that writes the text alone to stdout, as soon as characters are complete."""
 

@@ -1,0 +1,67 @@
+"""Loading a model or tokenizer by folder or hub id, with errors of one line and without a minute of silent retries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants, get_session
+
+_MOST_REASON = 300  # characters of another library's message
+_PATIENCE = 5.0  # seconds for the hub's first answer
+
+
+class LoadError(Exception):
+    """Something cannot be loaded; the message names it and the reason, in one line."""
+
+
+def load_pretrained(loader: Any, name: str, what: str, say: Callable[[str], object], **options: Any) -> Any:
+    """Call ``loader.from_pretrained``.
+
+    A hub that does not answer at once is not tried again: what earlier runs have stored is used then.
+
+    Args:
+        loader: an Auto class of transformers.
+        name: a folder, or a hub id.
+        what: what is loaded, for messages.
+        say: called with a line about what is attempted before the hub is asked.
+        options: passed on.
+
+    Returns:
+        What the loader returns.
+
+    Raises:
+        LoadError: the name cannot be either, or loading fails.
+    """
+    folder = Path(name)
+    # What begins like a path or has more parts than a hub id can only be a folder.
+    if not folder.is_dir() and (folder.exists() or name[:1] in ("", ".", "/", "~") or len(folder.parts) > 2):
+        raise LoadError(f"cannot load the {what} from '{name}': it is neither a folder nor a hub id")
+    unreachable = None
+    if not folder.is_dir() and not constants.HF_HUB_OFFLINE:
+        say(f"asking {constants.ENDPOINT} for the {what} '{name}'")
+        unreachable = _unreachable()
+    if unreachable is not None:
+        options |= {"local_files_only": True}
+    try:
+        return loader.from_pretrained(name, **options)
+    except Exception as error:  # a broken file raises whatever its parser does
+        reason = _line(error)
+        if unreachable is not None:
+            reason = f"{constants.ENDPOINT} cannot be reached ({unreachable}), and nothing is stored here"
+        raise LoadError(f"cannot load the {what} from '{name}': {reason}") from None
+
+
+def _unreachable() -> str | None:
+    """Why the hub does not answer, None if it does, whatever it says."""
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_PATIENCE)
+    except Exception as error:  # the errors of whichever client the hub's library uses, proxies among them
+        return _line(error)
+    return None
+
+
+def _line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _MOST_REASON else f"{text[:_MOST_REASON]}..."
