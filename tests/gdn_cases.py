@@ -49,7 +49,8 @@ class MtpCall:
         """The call on memory of its own, with the given fields or options changed; the output is filled in."""
         names = {f.name for f in fields(self)}
         call = replace(self, **{n: x for n, x in changes.items() if n in names}).clone()
-        call.options.update({n: x for n, x in changes.items() if n not in names})
+        options = {n: x for n, x in changes.items() if n not in names}
+        call.options.update({n: x.clone() if isinstance(x, Tensor) else x for n, x in options.items()})
         output, state = gated_delta_rule_mtp(**call.arguments())
         assert state is call.initial_state and (call.output is None or output is call.output)
         return replace(call, output=output)

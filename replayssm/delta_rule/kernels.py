@@ -1,0 +1,93 @@
+"""Pieces of the delta rule's kernels: gates, sums over K, and one token applied to rows of a state. fp32.
+
+Every operation here has one possible order, so that a token has the same bits in every kernel, tile and launch:
+products that are added are written as ``fma`` (launch with ``enable_fp_fusion=False``, so that no others are formed),
+and a sum over K is a chain of sums of two, which a layout can only commute.
+
+A state's rows are held as four tensors ``[L, R, C]``, one for each quarter of the columns: C = KP / 4, KP = K rounded up
+to a power of two; row ``r L + l``. L C = 128, so that a warp reads L rows of C columns with one instruction, keys come
+as ``[L, 1, C]`` in the layout in which they are used, and R is what a thread holds in registers.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def exp(x):
+    """``e^x`` for x <= 88 (cut there), within 0.6 units in the last place: a decay's error is one of every later state.
+
+    Range reduction and polynomial of S. Moshier's Cephes library.
+    """
+    clamped = tl.minimum(tl.maximum(x, -104.0), 88.0)
+    n = tl.floor(tl.fma(clamped, 1.4426950408889634, 0.5))
+    r = tl.fma(n, -0.693359375, clamped)
+    r = tl.fma(n, 2.12194440e-4, r)
+    p = tl.fma(r, 1.9875691500e-4, 1.3981999507e-3)
+    p = tl.fma(p, r, 8.3334519073e-3)
+    p = tl.fma(p, r, 4.1665795894e-2)
+    p = tl.fma(p, r, 1.6666665459e-1)
+    p = tl.fma(p, r, 5.0000001201e-1)
+    y = tl.fma(p, r * r, r) + 1.0
+    whole = n.to(tl.int32)
+    half = whole >> 1  # two factors, as 2^n alone may be subnormal
+    y = (
+        y
+        * ((half + 127) << 23).to(tl.float32, bitcast=True)
+        * ((whole - half + 127) << 23).to(tl.float32, bitcast=True)
+    )
+    return tl.where(x == x, y, x)
+
+
+@triton.jit
+def log_decay(A_log, a, dt_bias):
+    """``-exp(A_log) softplus(a + dt_bias)``, softplus the identity above 20; see ``delta_rule.gates``."""
+    x = a + dt_bias
+    u = exp(tl.minimum(x, 20.0))
+    w = 1.0 + u
+    # log1p: the quotient corrects what rounding 1 + u lost.
+    small = tl.where(w == 1.0, u, tl.log(w) * tl.div_rn(u, tl.where(w == 1.0, 1.0, w - 1.0)))
+    return -exp(A_log) * tl.where(x > 20.0, x, tl.where(x == x, small, x))
+
+
+@triton.jit
+def strength(b):
+    """``sigmoid(b)``."""
+    return tl.div_rn(1.0, 1.0 + exp(-b))
+
+
+@triton.jit
+def inverse_norm(sum_of_squares):
+    """``1 / sqrt(x + 1e-6)``."""
+    return tl.div_rn(1.0, tl.sqrt_rn(sum_of_squares + 1e-6))
+
+
+@triton.jit
+def total(x):
+    """Sum over the last axis, of up to 64 elements: neighbours first, then pairs of pairs."""
+    for _ in tl.static_range(6):
+        if x.shape[2] > 1:
+            x = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2] // 2, 2]), 3)
+    return tl.reshape(x, [x.shape[0], x.shape[1]])
+
+
+@triton.jit
+def dot(S0, S1, S2, S3, x0, x1, x2, x3):
+    """Product of the rows with a vector, ``[L, R]`` of quarters ``[L, R, C]`` and ``[L, 1, C]``."""
+    p = tl.fma(S1, x1, S0 * x0)
+    p = tl.fma(S2, x2, p)
+    return total(tl.fma(S3, x3, p))
+
+
+@triton.jit
+def advance(S0, S1, S2, S3, k0, k1, k2, k3, v, decay, beta):
+    """One token: ``S = decay S``, ``u = beta (v - S k)``, ``S = S + u k^T``; v ``[L, R]``, decay and beta numbers."""
+    S0, S1, S2, S3 = S0 * decay, S1 * decay, S2 * decay, S3 * decay
+    u = (beta * (v - dot(S0, S1, S2, S3, k0, k1, k2, k3)))[:, :, None]
+    return tl.fma(u, k0, S0), tl.fma(u, k1, S1), tl.fma(u, k2, S2), tl.fma(u, k3, S3)
+
+
+@triton.jit
+def pick(values, index):
+    """Element ``index`` of a vector, whatever the others are."""
+    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == index, values, 0.0), 0)

@@ -1,0 +1,82 @@
+"""``replayssm.gdn_decode`` in Triton, for CUDA devices.
+
+States that are stored are always computed token by token (``simt``), so that they have the same bits with every backend
+and in every op; the backend chooses how outputs of frozen states are computed.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from replayssm.gdn_decode.kernels import simt
+from replayssm.gdn_decode.kernels.recorded import (
+    gated_delta_rule_replayssm_commit,
+    gated_delta_rule_replayssm_materialize,
+)
+
+__all__ = [
+    "gated_delta_rule_checkpointing",
+    "gated_delta_rule_mtp",
+    "gated_delta_rule_replayssm_commit",
+    "gated_delta_rule_replayssm_materialize",
+]
+
+
+def gated_delta_rule_mtp(
+    initial_state: Tensor,
+    output: Tensor,
+    snapshots: Tensor | None,
+    rawv: Tensor | None,
+    rawk: Tensor | None,
+    g_window: Tensor | None,
+    beta_window: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    initial_state_indices: Tensor,
+    output_state_indices: Tensor | None,
+    ssm_state_indices: Tensor | None,
+    A_log: Tensor,
+    a: Tensor,
+    dt_bias: Tensor,
+    b: Tensor,
+    scale: float,
+    update: bool,
+    use_qk_l2norm: bool,
+    backend: str,
+) -> None:
+    """See ``replayssm.gdn_decode.gated_delta_rule_mtp``; ``update`` is the opposite of ``disable_state_update``."""
+    simt.verify(
+        initial_state, output, snapshots, rawv, rawk, g_window, beta_window, q, k, v, initial_state_indices,
+        output_state_indices, ssm_state_indices, A_log, a, dt_bias, b, scale, update, use_qk_l2norm,
+    )  # fmt: skip
+
+
+def gated_delta_rule_checkpointing(
+    state: Tensor,
+    v_cache: Tensor,
+    k_cache: Tensor,
+    g_cache: Tensor,
+    beta_cache: Tensor,
+    output: Tensor,
+    ring_start: Tensor,
+    num_live: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state_batch_indices: Tensor | None,
+    pad_slot_id: int,
+    scale: float,
+    window: int,
+    use_qk_l2norm: bool,
+    backend: str,
+) -> None:
+    """See ``replayssm.gdn_decode.gated_delta_rule_checkpointing``; ``window`` is the window in force."""
+    simt.checkpointing(
+        state, v_cache, k_cache, g_cache, beta_cache, output, ring_start, num_live, q, k, v, a, b, A_log, dt_bias,
+        state_batch_indices, pad_slot_id, scale, window, use_qk_l2norm,
+    )  # fmt: skip

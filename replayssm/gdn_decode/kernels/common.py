@@ -1,0 +1,191 @@
+"""What the kernels of the family share: reading tokens and states, and what launchers need to know."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from replayssm.delta_rule.kernels import advance, exp, inverse_norm, pick, total
+
+
+def stride(tensor: Tensor | None, axis: int) -> int:
+    """A stride of a tensor that may be missing."""
+    return 0 if tensor is None else tensor.stride(axis)
+
+
+@triton.jit
+def vector(pointer, s, LANES: tl.constexpr, C: tl.constexpr, count):
+    """Quarters ``[L, 1, C]`` of a vector of ``count`` elements, the same for all L; zeros beyond it."""
+    c = tl.arange(0, C)[None, None, :] + tl.arange(0, LANES)[:, None, None] * 0
+    x0 = tl.load(pointer + c * s, mask=c < count, other=0.0)
+    x1 = tl.load(pointer + (c + C) * s, mask=c + C < count, other=0.0)
+    x2 = tl.load(pointer + (c + 2 * C) * s, mask=c + 2 * C < count, other=0.0)
+    x3 = tl.load(pointer + (c + 3 * C) * s, mask=c + 3 * C < count, other=0.0)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def store_vector(pointer, x0, x1, x2, x3, K: tl.constexpr):
+    """Store a vector of K elements, which all L have, once and rounded to the type that is pointed to."""
+    C: tl.constexpr = x0.shape[2]
+    LANES: tl.constexpr = x0.shape[0]
+    DTYPE: tl.constexpr = pointer.dtype.element_ty
+    lane = tl.arange(0, LANES)[:, None, None]
+    c = tl.arange(0, C)[None, None, :] + lane * 0
+    once = lane == 0
+    tl.store(pointer + c, x0.to(DTYPE), mask=once & (c < K))
+    tl.store(pointer + C + c, x1.to(DTYPE), mask=once & (c + C < K))
+    tl.store(pointer + 2 * C + c, x2.to(DTYPE), mask=once & (c + 2 * C < K))
+    tl.store(pointer + 3 * C + c, x3.to(DTYPE), mask=once & (c + 3 * C < K))
+
+
+@triton.jit
+def rounded(x0, x1, x2, x3, DTYPE: tl.constexpr):
+    """Quarters in fp32, after rounding to a type."""
+    return (
+        x0.to(DTYPE).to(tl.float32), x1.to(DTYPE).to(tl.float32), x2.to(DTYPE).to(tl.float32),
+        x3.to(DTYPE).to(tl.float32),
+    )  # fmt: skip
+
+
+@triton.jit
+def scaled(x0, x1, x2, x3, factor):
+    """Quarters times a number."""
+    return x0 * factor, x1 * factor, x2 * factor, x3 * factor
+
+
+@triton.jit
+def inverse_norms(pointer, tokens, s, live, C: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr):
+    """``1 / sqrt(sum x^2 + 1e-6)`` of the vectors at the offsets ``tokens`` [T]."""
+    at = pointer + tokens[:, None, None]
+    live = live[:, None, None]
+    c = tl.arange(0, C)[None, None, :]
+    x0, x1, x2, x3 = rounded(
+        tl.load(at + c * s, mask=live & (c < K), other=0.0),
+        tl.load(at + (c + C) * s, mask=live & (c + C < K), other=0.0),
+        tl.load(at + (c + 2 * C) * s, mask=live & (c + 2 * C < K), other=0.0),
+        tl.load(at + (c + 3 * C) * s, mask=live & (c + 3 * C < K), other=0.0),
+        DTYPE,
+    )  # fmt: skip
+    squares = tl.fma(x1, x1, x0 * x0)
+    squares = tl.fma(x2, x2, squares)
+    return inverse_norm(tl.reshape(total(tl.fma(x3, x3, squares)), [tokens.shape[0]]))
+
+
+@triton.jit
+def state_tile(pointer, first, V: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr):
+    """Pointers and masks of the quarters of a head's rows from ``first`` on."""
+    LANES: tl.constexpr = 128 // C
+    r = tl.arange(0, ROWS // LANES)[None, :, None] * LANES + tl.arange(0, LANES)[:, None, None]
+    c = tl.arange(0, C)[None, None, :]
+    return pointer + (first + r) * K + c, first + r < V, c
+
+
+@triton.jit
+def load_state(at, in_rows, c, K: tl.constexpr, MASKED: tl.constexpr):
+    """Quarters of a state in fp32, zero beyond its rows and columns."""
+    C: tl.constexpr = c.shape[2]
+    if MASKED:
+        S0 = tl.load(at, mask=in_rows & (c < K), other=0.0)
+        S1 = tl.load(at + C, mask=in_rows & (c + C < K), other=0.0)
+        S2 = tl.load(at + 2 * C, mask=in_rows & (c + 2 * C < K), other=0.0)
+        S3 = tl.load(at + 3 * C, mask=in_rows & (c + 3 * C < K), other=0.0)
+    else:
+        S0, S1, S2, S3 = tl.load(at), tl.load(at + C), tl.load(at + 2 * C), tl.load(at + 3 * C)
+    return S0.to(tl.float32), S1.to(tl.float32), S2.to(tl.float32), S3.to(tl.float32)
+
+
+@triton.jit
+def store_state(at, S0, S1, S2, S3, in_rows, c, K: tl.constexpr, MASKED: tl.constexpr):
+    """Store quarters, rounded to the type that ``at`` points to."""
+    C: tl.constexpr = c.shape[2]
+    DTYPE: tl.constexpr = at.dtype.element_ty
+    if MASKED:
+        tl.store(at, S0.to(DTYPE), mask=in_rows & (c < K))
+        tl.store(at + C, S1.to(DTYPE), mask=in_rows & (c + C < K))
+        tl.store(at + 2 * C, S2.to(DTYPE), mask=in_rows & (c + 2 * C < K))
+        tl.store(at + 3 * C, S3.to(DTYPE), mask=in_rows & (c + 3 * C < K))
+    else:
+        tl.store(at, S0.to(DTYPE))
+        tl.store(at + C, S1.to(DTYPE))
+        tl.store(at + 2 * C, S2.to(DTYPE))
+        tl.store(at + 3 * C, S3.to(DTYPE))
+
+
+@triton.jit
+def copy_state(to, at, in_rows, c, K: tl.constexpr, MASKED: tl.constexpr):
+    """Copy rows of a state, bit for bit."""
+    C: tl.constexpr = c.shape[2]
+    for i in tl.static_range(4):
+        if MASKED:
+            mask = in_rows & (c + i * C < K)
+            tl.store(to + i * C, tl.load(at + i * C, mask=mask, other=0.0), mask=mask)
+        else:
+            tl.store(to + i * C, tl.load(at + i * C))
+
+
+@triton.jit
+def ring_row(start, row, ring_len):
+    """Ring row of row ``row`` behind ``start``, without a division."""
+    row = start + row
+    return tl.where(row >= ring_len, row - ring_len, row)
+
+
+@triton.jit
+def replay(
+    S0, S1, S2, S3, v, k, g, beta, start, count, ring_len, row, track, track_step, in_rows, c,
+    V: tl.constexpr, K: tl.constexpr, TP: tl.constexpr, NORM: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Apply records to rows of a state, one after the other.
+
+    Args:
+        S0, S1, S2, S3: quarters of the state.
+        v: pointer to the head's values, ``[ring_len, V]``.
+        k: pointer to the key head's raw keys, ``[ring_len, K]``.
+        g: pointer to the head's log decays, ``[ring_len]``.
+        beta: likewise.
+        start: ring row of the first record.
+        count: records; no others are read.
+        ring_len: rows of the rings.
+        row: rows of the state, ``[L, R]``.
+        track: where the state after record ``track_step`` is stored too; None for nowhere.
+        track_step: read if there is a place.
+        in_rows: mask of rows.
+        c: columns of a quarter.
+        V: rows of a head.
+        K: columns.
+        TP: records whose gates and norms are made ready together.
+        NORM: divide keys by their norms.
+        MASKED: whether the tile overhangs.
+
+    Returns:
+        The quarters after the last record.
+    """
+    C: tl.constexpr = S0.shape[2]
+    LANES: tl.constexpr = S0.shape[0]
+    K_TYPE: tl.constexpr = k.dtype.element_ty
+    for begin in range(0, count, TP):
+        token = begin + tl.arange(0, TP)
+        exists = token < count
+        at = ring_row(start, token, ring_len)
+        decays = exp(tl.load(g + at, mask=exists, other=0.0))
+        betas = tl.load(beta + at, mask=exists, other=0.0)
+        if NORM:
+            norms = inverse_norms(k, at * K, 1, exists, C, K, K_TYPE)
+        first = ring_row(start, begin, ring_len)
+        k0, k1, k2, k3 = vector(k + first * K, 1, LANES, C, K)
+        value = tl.load(v + first * V + row, mask=row < V, other=0.0)
+        for i in range(0, tl.minimum(TP, count - begin)):
+            x0, x1, x2, x3 = rounded(k0, k1, k2, k3, K_TYPE)
+            u = value.to(tl.float32)
+            # The next record is on its way while this one is applied.
+            following = tl.full((), begin + i + 1, tl.int32)
+            ahead = ring_row(start, following, ring_len)
+            k0, k1, k2, k3 = vector(k + ahead * K, 1, LANES, C, tl.where(following < count, K, 0))
+            value = tl.load(v + ahead * V + row, mask=row < tl.where(following < count, V, 0), other=0.0)
+            if NORM:
+                x0, x1, x2, x3 = scaled(x0, x1, x2, x3, pick(norms, i))
+            S0, S1, S2, S3 = advance(S0, S1, S2, S3, x0, x1, x2, x3, u, pick(decays, i), pick(betas, i))
+            if track is not None:
+                if begin + i == track_step:
+                    store_state(track, S0, S1, S2, S3, in_rows, c, K, MASKED)
+    return S0, S1, S2, S3

@@ -1,0 +1,151 @@
+"""The GDN kernels under Triton's interpreter: their logic, on a machine without a GPU. ``tests/gpu`` has the bits."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("with a GPU the kernels are compiled: tests/gpu", allow_module_level=True)
+from gdn_cases import RINGS, int32, lazy_call, mtp_call, normal, windows_of_layers  # noqa: E402
+
+from replayssm.gdn_decode import gated_delta_rule_replayssm_commit as commit  # noqa: E402
+from replayssm.gdn_decode import gated_delta_rule_replayssm_materialize as materialize  # noqa: E402
+from replayssm.testing import (  # noqa: E402
+    as_bytes,
+    assert_close,
+    output_tolerance,
+    poisoned,
+    state_tolerance,
+    using,
+)
+
+f32, f16 = torch.float32, torch.float16
+RECORDS = ("rawv_cache", "rawk_cache", "g_cache", "beta_cache")
+
+
+def check(call, **changes):
+    with using("kernels"):
+        actual = call.run(**changes)
+    with using("reference"):
+        expected = call.run(**changes)
+    live = [row for row, _ in call.live()]
+    tolerance = output_tolerance(actual.output.dtype, call.initial_state.dtype)
+    assert_close("output", normal(actual.output[live]), normal(expected.output[live]), tolerance)
+    padding = [row for row in range(call.q.shape[0]) if row not in live]
+    assert torch.equal(actual.output[padding], call.output[padding])
+    for name in ("initial_state", "intermediate_states_buffer"):
+        got, wanted = (getattr(c, name, c.options.get(name)) for c in (actual, expected))
+        if got is not None:
+            assert torch.equal(got.isnan(), wanted.isnan()), f"{name}: memory that is nobody's"
+            assert_close(name, normal(got), normal(wanted), state_tolerance(call.initial_state.dtype))
+    return actual, expected
+
+
+@pytest.mark.parametrize(("T", "K", "V", "dtype", "state_dtype"), [(1, 5, 3, f32, f16), (3, 16, 33, f16, f32)])
+def test_updates_write_slots_scatter_and_snapshots(T, K, V, dtype, state_dtype):
+    call = mtp_call(3, T, 1, 2, K, V, dtype=dtype, state_dtype=state_dtype)
+    updated, _ = check(call)
+    apart, _ = check(call, output_state_indices=torch.tensor([0, -1, 2]))
+    assert torch.equal(apart.initial_state[0], updated.initial_state[3])
+    buffer = poisoned((3, T + 1, 2, V, K), state_dtype)
+    snapped, _ = check(call, intermediate_states_buffer=buffer, disable_state_update=True)
+    assert torch.equal(as_bytes(snapped.initial_state), as_bytes(call.initial_state))
+    targets = torch.tensor([[4, 5, 0][:T], [2, -1, 1][:T], [0, 0, 0][:T]])
+    scattered, _ = check(call, ssm_state_indices=targets)
+    for t in range(T):
+        assert torch.equal(scattered.initial_state[targets[0, t]], snapped.options["intermediate_states_buffer"][0, t])
+
+
+@pytest.mark.parametrize("window_dtype", [f32, f16])
+def test_frozen_with_windows(window_dtype):
+    call = mtp_call(3, 3, 1, 3, 7, 5).with_windows(window_dtype)
+    actual, expected = check(call)
+    for got, wanted in zip(actual.windows()[:2], expected.windows()[:2], strict=True):
+        assert torch.equal(got, wanted)
+    for got, wanted in zip(actual.windows()[2:], expected.windows()[2:], strict=True):
+        torch.testing.assert_close(got, wanted, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"use_qk_l2norm": False}, {"A_log": torch.tensor([-torch.inf, 12.0])}, {"dt_bias": torch.tensor([100.0, -1e4])}]
+)  # fmt: skip
+def test_gates_and_norms(changes):
+    check(replace(mtp_call(2, 2, 2, 2, 4, 6), **changes))
+
+
+def run(function, tensors, *lists, **options):
+    copies = {name: t.clone() for name, t in tensors.items()}
+    function(*copies.values(), *lists, **options)
+    for name in RECORDS:
+        assert torch.equal(as_bytes(copies[name]), as_bytes(tensors[name])), f"{name} was written"
+    return copies["checkpoint_state"]
+
+
+@pytest.mark.parametrize("state_dtype", [f32, f16])
+def test_commit_with_tracking(state_dtype):
+    tensors = windows_of_layers(2, 7, 3, 1, 2, 6, 5, state_dtype=state_dtype)
+    slots, accepts = int32([2, 1, -1, 4]), torch.tensor([3, 2, 3, 0])
+    for slot, count in ((2, 3), (1, 2), (4, 0)):
+        for name in RECORDS:
+            tensors[name][:, slot, :, count:] = torch.nan
+    track = {"track_state_indices": int32([5, 3, 6, 0]), "track_steps": int32([1, 2, 0, 0])}
+    with using("kernels"):
+        actual = run(commit, tensors, slots, accepts, **track)
+    with using("reference"):
+        expected = run(commit, tensors, slots, accepts, **track)
+    before = tensors["checkpoint_state"]
+    assert [s for s in range(7) if not torch.equal(actual[:, s], before[:, s])] == [1, 2, 5]
+    assert_close("state", actual, expected, state_tolerance(state_dtype))
+
+
+def test_materialize_from_a_ring():
+    tensors = windows_of_layers(1, 5, 20, 1, 2, 9, 4)
+    arguments = int32([0, 1, 2, 0]), int32([3, 1, 4, 0]), int32([18, 2, 0, 3])
+    options = {"ring_start": int32([5, 19, 0, 0]), "null_block_id": 0}
+    with using("kernels"):
+        actual = run(materialize, tensors, *arguments, **options)
+    with using("reference"):
+        expected = run(materialize, tensors, *arguments, **options)
+    assert torch.equal(actual[:, [0, 2, 3]], expected[:, [0, 2, 3]]) and torch.equal(actual[:, 4], expected[:, 2])
+    assert_close("state", actual, expected, state_tolerance(f32))
+
+
+def test_verify_and_commit_equal_decoding_bit_for_bit():
+    call = mtp_call(1, 4, 1, 2, 6, 3)
+    with using("kernels"):
+        verified = call.with_windows().run()
+        windows = dict(zip(RECORDS, (w[None].clone() for w in verified.windows()), strict=True))
+        for window in windows.values():
+            window[:, 1, :, 3:] = torch.nan
+        state = call.initial_state.clone()
+        commit(state[None], *windows.values(), int32([1]), int32([3]))
+        single, outputs = call.clone().initial_state, []
+        for t in range(3):
+            step = replace(call.tokens(t, t + 1), initial_state=single).run()
+            single = step.initial_state
+            outputs.append(step.output)
+    assert torch.equal(torch.cat(outputs, 1), verified.output[:, :3])
+    assert torch.equal(as_bytes(state), as_bytes(single))
+
+
+@pytest.mark.parametrize(("T", "state_dtype", "ring_dtype"), [(1, f32, f32), (2, f16, f32), (2, f32, f16)])
+def test_lazy_steps(T, state_dtype, ring_dtype):
+    window = 5
+    call = lazy_call(
+        (0, 3, -1, window - T, window), T, window, H=1, HV=2, K=6, V=3, spare=1, ring_dtype=ring_dtype,
+        state_dtype=state_dtype,
+    )  # fmt: skip
+    with using("kernels"):
+        actual = call.run()
+    with using("reference"):
+        expected = call.run()
+    assert torch.equal(actual.state.isnan(), expected.state.isnan())
+    assert_close("state", normal(actual.state), normal(expected.state), state_tolerance(state_dtype))
+    live = [0, 1, 3, 4]
+    assert torch.equal(actual.output[2], call.output[2])
+    assert_close("output", actual.output[live], expected.output[live], output_tolerance(f32, state_dtype))
+    for name in RINGS:
+        got, wanted = getattr(actual, name), getattr(expected, name)
+        torch.testing.assert_close(got, wanted, atol=1e-38, rtol=2e-6, equal_nan=True)
