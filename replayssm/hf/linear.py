@@ -5,9 +5,10 @@ it is scored alone than when it is scored with its neighbours. Which row counts 
 shape, the library and the number of threads. It is measured here, and products with other counts are padded with rows
 of zeros up to the next one that agrees.
 
-Two libraries are used. oneDNN with a weight packed in advance is the faster one for the few rows of a verify, and
-nearly all of its row counts agree; the packed copy costs the weight's memory again, so large models and builds of torch
-without oneDNN multiply with the weight as it is.
+On CUDA, ``replayssm.row_product`` multiplies, which treats rows alike by its making; that is measured all the same. On
+the CPU two libraries are used. oneDNN with a weight packed in advance is the faster one for the few rows of a verify,
+and nearly all of its row counts agree; the packed copy costs the weight's memory again, so large models and builds of
+torch without oneDNN multiply with the weight as it is.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from replayssm.row_product import row_product
 
 # Row counts up to this one are measured each; larger ones are spot-checked and then left as they are.
 _MEASURED = 32
@@ -58,7 +61,8 @@ class RowProduct:
     def __init__(self, linear: nn.Linear, pack: bool) -> None:
         weight = linear.weight.detach()
         bias = None if linear.bias is None else linear.bias.detach()
-        self._multiply = _packed(weight, bias) if pack else _plain(weight, bias)
+        make = _packed if pack else _alone if weight.is_cuda else _plain
+        self._multiply = make(weight, bias)
         threads = torch.get_num_threads()
         key = (weight.shape, weight.device, bias is not None, pack, threads)
         if key not in _measurements:
@@ -90,8 +94,52 @@ class RowProduct:
         return out.view(*x.shape[:-1], out.shape[-1])
 
 
+class JoinedProduct:
+    """Several linear layers without bias of one input, their outputs one behind the other in an order of ours.
+
+    Packed, they are one product: a packed copy of a weight is made anyway. Otherwise their weights stay where they are
+    and the outputs are put in order.
+
+    Args:
+        linears: the layers.
+        order: column of all outputs, one behind the other, that comes first, second, ...; None: as they are.
+        pack: as of ``RowProduct``.
+
+    Attributes:
+        exact: as of ``RowProduct``.
+
+    Example:
+        >>> import torch
+        >>> one, two, x = torch.nn.Linear(5, 2, bias=False), torch.nn.Linear(5, 1, bias=False), torch.randn(3, 5)
+        >>> joined = JoinedProduct([one, two], [2, 0, 1], pack=False)
+        >>> torch.equal(joined(x)[:, 0], RowProduct(two, pack=False)(x)[:, 0])
+        True
+    """
+
+    def __init__(self, linears: Sequence[nn.Linear], order: Sequence[int] | None, pack: bool) -> None:
+        weights = [linear.weight.detach() for linear in linears]
+        self._order = None if order is None else torch.tensor(order, device=weights[0].device)
+        if pack:
+            weight = torch.cat(weights)
+            joined = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            joined.weight = nn.Parameter(weight if self._order is None else weight[self._order], requires_grad=False)
+            linears, self._order = [joined], None
+        self._products = [RowProduct(linear, pack) for linear in linears]
+        self.exact = all(product.exact for product in self._products)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply ``x`` ``[..., in_features]``; returns ``[..., sum of out_features]``."""
+        outs = [product(x) for product in self._products]
+        out = outs[0] if len(outs) == 1 else torch.cat(outs, -1)
+        return out if self._order is None else out.index_select(-1, self._order)
+
+
 def _plain(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     return lambda rows: F.linear(rows, weight, bias)
+
+
+def _alone(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    return lambda rows: row_product(rows, weight, bias)
 
 
 def _packed(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
