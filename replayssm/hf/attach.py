@@ -24,25 +24,29 @@ _STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LOCK = threading.RLock()
 
 
-class MixerForward:
-    """The forward of an attached mixer: replay with a ``ReplayCache``, the module's own forward without one."""
+class ModelForward:
+    """The forward of an attached base model: replay with a ``ReplayCache``, the model's own forward without one."""
 
-    def __init__(self, mixer: nn.Module, original: Any, position: int, cache_name: str) -> None:
-        self.mixer, self.original, self.position, self.cache_name = mixer, original, position, cache_name
+    def __init__(self, base: nn.Module, original: Any, cache_name: str) -> None:
+        self.base, self.original, self.cache_name = base, original, cache_name
 
-    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Forward of the mixer, with the arguments that its transformers version passes."""
+    def __call__(self, input_ids: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Forward of the base model, with the arguments that its transformers version passes."""
         cache = kwargs.get(self.cache_name)
         if not isinstance(cache, ReplayCache):
-            return self.original(hidden_states, *args, **kwargs)
-        if kwargs.get("attention_mask") is not None:
-            raise ValueError(
-                "attention_mask: a ReplayCache takes rows of equal length without padding; "
-                "replayssm.hf.generate strips padding itself"
-            )
-        if self.position == 0:
-            cache.begin_forward(self.mixer, *hidden_states.shape[:2])
-        return cache.replay(self.position, self.mixer, hidden_states)
+            return self.original(input_ids, *args, **kwargs)
+        for name in ("attention_mask", "position_ids"):
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"{name}: a ReplayCache takes rows of equal length without padding and counts them itself; "
+                    "replayssm.hf.generate strips padding itself"
+                )
+        given = kwargs.get("inputs_embeds") if input_ids is None else input_ids
+        if given is None:
+            raise ValueError("input_ids: expected token ids, got none")
+        batch, tokens = given.shape[:2]
+        cache.begin_forward(self.base, batch, tokens)
+        return cache.run(tokens, {**kwargs, "input_ids": input_ids})
 
 
 def check_model(model: object) -> ModuleType:
@@ -65,15 +69,15 @@ def check_model(model: object) -> ModuleType:
         raise ValueError(f"model: {name} has no recurrent layers to replay; {_SUPPORTED}")
     if model.get_output_embeddings() is None:
         raise ValueError(f"model: {name} has no language-model head; load it with AutoModelForCausalLM")
-    implementation("mamba", model.device)
+    implementation(family.OPS, model.device)
     return family
 
 
 def attach(model: PreTrainedModel) -> PreTrainedModel:
     """Prepare a model for replay decoding, in place.
 
-    The forward of every recurrent mixer is replaced: called with a ``ReplayCache`` it runs from the cache's pool,
-    otherwise it does what it did before. Weights stored in bf16 or fp16 are converted to fp32, because bf16 logits tie
+    The forward of the base model is replaced: called with a ``ReplayCache`` it runs from the cache's pool, otherwise it
+    does what it did before. Weights stored in bf16 or fp16 are converted to fp32, because bf16 logits tie
     and equal texts could not be promised; ``detach`` converts them back exactly. Attaching an attached model changes
     nothing.
 
@@ -124,19 +128,23 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _attach(model: PreTrainedModel, family: ModuleType) -> Attachment:
-    mixers = [module for module in model.modules() if type(module).__name__ == family.MIXER_CLASS]
+    base, names = model.base_model, family.MIXERS
+    mixers = [module for module in base.modules() if type(module).__name__ in names]
     if not mixers:
-        raise ValueError(f"model: expected layers of transformers' class {family.MIXER_CLASS}, found none")
-    cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "cache_params"
-    attachment = Attachment(model.config.model_type, mixers, model.get_output_embeddings(), cache_name)
+        raise ValueError(f"model: expected layers of transformers' class {' or '.join(names)}, found none")
+    if "forward" in base.__dict__:
+        raise ValueError(
+            f"model: its {type(base).__name__} has a forward of its own, which replay would not call; remove it"
+        )
+    parameters = inspect.signature(model.forward).parameters
+    cache_name = next(name for name in ("cache", "cache_params", "past_key_values") if name in parameters)
+    attachment = Attachment(model.config.model_type, base, mixers, model.get_output_embeddings(), cache_name)
     attachment.stored_dtypes = _narrow_tensors(model)
     try:
         for tensor, _ in attachment.stored_dtypes:
             tensor.data = tensor.data.float()
         attachment.check_bypassed(model)
-        for position, mixer in enumerate(mixers):
-            attachment.replaced.append((mixer, mixer.__dict__.get("forward")))
-            mixer.__dict__["forward"] = MixerForward(mixer, mixer.forward, position, cache_name)
+        base.__dict__["forward"] = ModelForward(base, base.forward, cache_name)
         setattr(model, ATTRIBUTE, attachment)
     except BaseException:  # memory ran out half-way, an interrupt, a layer that cannot be used
         _undo(model, attachment)
@@ -175,11 +183,8 @@ def detach(model: PreTrainedModel) -> None:
 
 
 def _undo(model: PreTrainedModel, attachment: Attachment) -> None:
-    for module, before in reversed(attachment.replaced):
-        if before is None:
-            module.__dict__.pop("forward", None)
-        else:
-            module.__dict__["forward"] = before
+    if isinstance(attachment.base.__dict__.get("forward"), ModelForward):
+        del attachment.base.__dict__["forward"]
     for tensor, dtype in attachment.stored_dtypes:
         tensor.data = tensor.data.to(dtype)
     model.__dict__.pop(ATTRIBUTE, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,8 @@ from transformers import PreTrainedModel
 from replayssm.hf.mixers import FAMILIES
 
 ATTRIBUTE = "_replayssm_attachment"
+_LAYER_TYPES = {"full_attention", "linear_attention"}
+_ATTENTION = ("sdpa", "eager")
 
 
 @dataclass
@@ -21,10 +24,11 @@ class Attachment:
 
     Attributes:
         model_type: key of the model's adapter in ``replayssm.hf.mixers.FAMILIES``.
+        base: the model without its head, whose forward is replaced.
         mixers: the recurrent layers, in order.
         head: the language-model head.
-        cache_name: the forward's name for the cache: ``cache``, before transformers 5.24 ``cache_params``.
-        replaced: modules whose ``forward`` was replaced, with what their ``__dict__`` held before (None: nothing).
+        cache_name: the forward's name for the cache: ``cache``, before transformers 5.24 ``cache_params`` or
+            ``past_key_values``.
         stored_dtypes: tensors that were converted to fp32, with the dtype to go back to.
         kept: whether ``attach`` was called, so that only ``detach`` undoes it.
         users: generations that run on the model now.
@@ -32,10 +36,10 @@ class Attachment:
     """
 
     model_type: str
+    base: Any
     mixers: list[nn.Module]
     head: nn.Linear
     cache_name: str
-    replaced: list[tuple[nn.Module, Any]] = field(default_factory=list)
     stored_dtypes: list[tuple[Tensor, torch.dtype]] = field(default_factory=list)
     kept: bool = False
     users: int = 0
@@ -43,8 +47,45 @@ class Attachment:
 
     @property
     def linears(self) -> list[nn.Linear]:
-        """The linear layers that a round runs through."""
-        return [linear for mixer in self.mixers for linear in self.family.linears(mixer)] + [self.head]
+        """The linear layers that a round runs through, but for those of experts."""
+        return [linear for mixer in self.mixers for linear in self.family.linears(mixer)] + [
+            *self.body_linears,
+            self.head,
+        ]
+
+    @property
+    def body_linears(self) -> list[nn.Linear]:
+        """Linear layers outside of recurrent mixers and experts that are nothing but a product with their weight."""
+        return [
+            module
+            for module in self._outside()
+            if type(module) is nn.Linear
+            and not (module._forward_hooks or module._forward_pre_hooks)
+            and "forward" not in module.__dict__
+        ]
+
+    @property
+    def has_other_products(self) -> bool:
+        """Whether there are other linear layers outside of recurrent mixers and experts: adapters, say."""
+        return sum(isinstance(module, nn.Linear) for module in self._outside()) != len(self.body_linears)
+
+    @property
+    def routed(self) -> list[nn.Module]:
+        """Blocks that send every token to experts of its own."""
+        return [module for module in self.base.modules() if type(module).__name__ in self.family.ROUTED]
+
+    def _outside(self) -> Iterator[nn.Module]:
+        return _modules(self.base, {*self.family.MIXERS, *self.family.ROUTED})
+
+    @property
+    def attends(self) -> bool:
+        """Whether the model has attention layers."""
+        return "full_attention" in (getattr(self.base.config, "layer_types", None) or ())
+
+    @property
+    def adds_masks(self) -> bool:
+        """Whether its attention adds masks to the scores."""
+        return self.base.config._attn_implementation == "eager"
 
     @property
     def family(self) -> ModuleType:
@@ -62,6 +103,7 @@ class Attachment:
         """
         if model.get_output_embeddings() is not self.head:
             raise ValueError("model: its head was replaced since attach; call detach, and attach again")
+        self._check_attention()
         names = {id(module): name for name, module in model.named_modules()}
         for layer in [layer for mixer in self.mixers for layer in self.family.bypassed(mixer)] + [self.head]:
             name = names.get(id(layer), type(layer).__name__)
@@ -77,6 +119,28 @@ class Attachment:
                     f"model: the weight of '{name}' became {layer.weight.dtype} since attach; call detach, convert the "
                     "model, and attach it again"
                 )
+
+    def _check_attention(self) -> None:
+        kinds = set(getattr(self.base.config, "layer_types", None) or ()) - _LAYER_TYPES
+        if kinds:
+            raise ValueError(
+                f"model: layers of type {', '.join(sorted(kinds))} are not supported; supported are "
+                f"{' and '.join(sorted(_LAYER_TYPES))}"
+            )
+        implementation = self.base.config._attn_implementation
+        if self.attends and implementation not in _ATTENTION:
+            raise ValueError(
+                f"model: attention implementation '{implementation}' is not supported; supported are "
+                f"{' and '.join(_ATTENTION)} (model.set_attn_implementation)"
+            )
+
+
+def _modules(module: nn.Module, apart: set[str]) -> Iterator[nn.Module]:
+    """A module and all below it, without modules of some classes and what is below those."""
+    if type(module).__name__ not in apart:
+        yield module
+        for child in module.children():
+            yield from _modules(child, apart)
 
 
 def attachment_of(model: PreTrainedModel) -> Attachment | None:

@@ -11,27 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from replayssm.cache import ReplayPool
 from replayssm.checks import check_integer, check_range
 from replayssm.hf.attachment import attachment_of
+from replayssm.hf.attention import KeyValueRows
+from replayssm.hf.body import Body
+from replayssm.hf.fixed_cache import FixedCache, UnattachedLayer
 from replayssm.hf.linear import may_pack
 from replayssm.hf.options import integers
 from replayssm.hf.prefill import Prefill
-
-
-def _not_attached(*_: object, **__: object) -> Any:
-    raise RuntimeError("ReplayCache: the model is not attached; call replayssm.hf.attach(model) first")
-
-
-class _PoolLayer(LinearAttentionLayer):
-    """Stands for one layer of the pool; a mixer that reads or writes it has not been attached, or not any more."""
-
-    update_conv_state = update_recurrent_state = _not_attached
-    # The base class sets both to None; what stands there is of no interest.
-    conv_states = property(_not_attached, lambda self, value: None)
-    recurrent_states = property(_not_attached, lambda self, value: None)
 
 
 @dataclass
@@ -51,7 +40,7 @@ class Traffic:
     rows_written: int = 0
 
 
-class ReplayCache(Cache):
+class ReplayCache(FixedCache):
     """Cache of an attached model, over slots of a ``replayssm.cache.ReplayPool``.
 
     The first forward of a row is its prefill: it takes any number of tokens, and its final states become the pool's
@@ -99,7 +88,7 @@ class ReplayCache(Cache):
         attachment.check_bypassed(model)
         check_range("batch_size", batch_size, 1, sys.maxsize)
         family, mixers = attachment.family, attachment.mixers
-        super().__init__(layers=[_PoolLayer() for _ in mixers])
+        super().__init__(layers=[UnattachedLayer() for _ in mixers])
         self.name = attachment.cache_name
         self.pool = ReplayPool(
             [family.layer_shape(mixer) for mixer in mixers],
@@ -110,18 +99,21 @@ class ReplayCache(Cache):
         )
         self._prefill: Prefill | None = None
         self.traffic = Traffic()
-        self._family, self._mixers = family, mixers
+        self._family, self._model = family, model.base_model
         pack = may_pack(attachment.linears)
         self.weights = [family.prepare(mixer, pack) for mixer in mixers]
-        self.exact = all(weights.exact for weights in self.weights)
+        self._body = Body(attachment, pack)
+        self.exact = self._body.exact and all(weights.exact for weights in self.weights)
+        self._attention = KeyValueRows(batch_size, model.device, attachment.adds_masks) if attachment.attends else None
         self._slots = self.pool.allocate(batch_size)
         # Host copies of what the next forward needs, so that no device value is read back.
         self._lengths = [0] * batch_size
         self._live = [0] * batch_size
         self._pending = 0
-        # Layers that the newest forward has not run yet.
-        self._unfinished = 0
+        # Whether the newest forward has not run all layers.
+        self._unfinished = False
         self._rows: list[int] = []
+        self._in_place = False
         # One place for the slots of every selection, because a captured graph reads them there.
         with torch.inference_mode(False):
             self._selectable = torch.zeros_like(self._slots)
@@ -152,6 +144,7 @@ class ReplayCache(Cache):
         self.slots = self._selectable[:total]
         self.slots[: len(chosen)] = self._slots[chosen]
         self.slots[len(chosen) :] = -1
+        self._in_place = chosen == list(range(len(self._lengths)))
 
     def _check_usable(self) -> None:
         if not self._slots.numel():
@@ -162,11 +155,16 @@ class ReplayCache(Cache):
                 "ReplayCache: the newest forward broke off between two layers; call reset, and prefill again"
             )
 
-    def begin_forward(self, first: nn.Module, batch: int, seq_len: int) -> None:
-        """Called by the first recurrent layer of every forward: accept what is pending, then book the new tokens.
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """What a captured forward depends on beside the shapes of its arguments."""
+        return () if self._attention is None else (self._attention.capacity, self._in_place)
+
+    def begin_forward(self, model: nn.Module, batch: int, seq_len: int) -> None:
+        """Called at the head of every forward: accept what is pending, then book the new tokens.
 
         Args:
-            first: that layer's mixer.
+            model: the base model whose forward it is.
             batch: rows of the forward.
             seq_len: its tokens per row.
 
@@ -174,14 +172,13 @@ class ReplayCache(Cache):
             ValueError: another model, another batch size, no tokens, too many tokens, or rows with and without a past
                 in one forward.
         """
-        if first is not self._mixers[0]:
+        if model is not self._model:
             raise ValueError("ReplayCache: made for another model; make one with ReplayCache(model, ...)")
         if not self._recording:
             self.book_forward(batch, seq_len)
-            self._unfinished = len(self._mixers)
 
     def book_forward(self, batch: int, seq_len: int) -> None:
-        """The part of ``begin_forward`` that the host keeps; called alone for a forward that a graph runs."""
+        """The part of ``begin_forward`` that is booked; called alone for a forward that a graph runs."""
         self.accept()
         if batch != self.slots.shape[0]:
             raise ValueError(f"input_ids: expected {self.slots.shape[0]} rows as the ReplayCache has, got {batch}")
@@ -203,6 +200,7 @@ class ReplayCache(Cache):
             self._count(seq_len)
         for row in self._rows:
             self._lengths[row] += seq_len
+        self._reserve()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -223,26 +221,49 @@ class ReplayCache(Cache):
                 traffic.flushed += 1
                 self._live[row] = 0
 
+    def run(self, tokens: int, arguments: dict[str, Any]) -> Any:
+        """Run the forward that has begun: work for the device alone, nothing is read back.
+
+        Args:
+            tokens: of every row.
+            arguments: of the base model's forward; what the cache knows better is replaced.
+        """
+        prompts = self._prefill is not None
+        if self._attention is not None and prompts:
+            arguments |= self._attention.begin_prompts(self.slots, tokens)
+        elif self._attention is not None:
+            longest = max(self._lengths[row] for row in self._rows)
+            arguments |= self._attention.begin_window(self.slots, tokens, longest, self._in_place)
+        self._unfinished = not self._recording
+        out = self._body.run(arguments, one_by_one=not prompts)
+        self._unfinished = False
+        return out
+
     def replay(self, position: int, mixer: nn.Module, hidden_states: Tensor) -> Tensor:
-        """Run one layer from the pool, or through a prompt that the pool then goes on from."""
+        """Run one recurrent layer from the pool, or through a prompt that the pool then goes on from."""
         pool, weights = self.pool, self.weights[position]
         if self._prefill is not None:
             out, state, conv_window = self._prefill.run(mixer, weights, hidden_states)
             pool.write_state(position, self.slots, state, conv_window)
-        else:
-            out = self._family.replay_forward(
-                mixer,
-                weights,
-                hidden_states,
-                pool.buffers[position],
-                pool.cursors,
-                self.slots,
-                pool.window,
-                pool.rand_seed,
-            )
-        if not self._recording:
-            self._unfinished -= 1
-        return out
+            return out
+        return self._family.replay_forward(
+            mixer,
+            weights,
+            hidden_states,
+            pool.buffers[position],
+            pool.cursors,
+            self.slots,
+            pool.window,
+            pool.rand_seed,
+        )
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Called by every attention layer: write new keys and values, return all that its queries may look at."""
+        if self._attention is None or not (self._unfinished or self._recording):
+            raise RuntimeError("ReplayCache: the model is not attached; call replayssm.hf.attach(model) first")
+        return self._attention.update(key_states, value_states, layer_idx)
 
     def accept(self, num_accepted: Sequence[int] | None = None) -> None:
         """Keep the first tokens of the newest forward and forget the others.
@@ -267,7 +288,7 @@ class ReplayCache(Cache):
             raise ValueError(f"num_accepted: expected {len(self._rows)} numbers in 0..{pending}, got {num_accepted}")
         if self._owed is None:
             kept = num_accepted + [0] * (self.slots.shape[0] - len(num_accepted))
-            self.pool.commit(self.slots, torch.tensor(kept, device=self.slots.device), pending)
+            self.commit(torch.tensor(kept, device=self.slots.device), pending)
         else:
             for row, accepted in zip(self._rows, num_accepted, strict=True):
                 self._owed[row] = (pending, accepted)
@@ -275,6 +296,23 @@ class ReplayCache(Cache):
             self._live[row] += accepted
             self._lengths[row] += accepted - pending
         self._pending = 0
+        self._reserve()
+
+    def commit(self, num_accepted: Tensor, seq_len: Tensor | int) -> None:
+        """Commit for the selected rows, on the device alone; ``accept`` does it unless commits are deferred.
+
+        Args:
+            num_accepted: int64 ``[rows]``, 0 for padding.
+            seq_len: tokens that the rows' newest forward saw, one number or int64 ``[rows]``; 0 changes nothing.
+        """
+        self.pool.commit(self.slots, num_accepted, seq_len)
+        if self._attention is not None:
+            self._attention.commit(self.slots, num_accepted)
+
+    def _reserve(self) -> None:
+        """Make room for the next forward already, so that ``layout`` is known before it."""
+        if self._attention is not None:
+            self._attention.reserve(max(self._lengths) + self.pool.max_tokens)
 
     def defer_commits(self) -> None:
         """From now on leave it to the caller to commit what was accepted, before the rows' next forward."""
@@ -296,7 +334,8 @@ class ReplayCache(Cache):
         sizes = self.pool.bytes_by_field()
         slots = self.pool.num_slots
         state = (sizes["state"] + sizes.get("state_scale", 0)) // slots
-        row = (sizes["x_cache"] + sizes["B_cache"] + sizes["dt_cache"]) // (slots * self.pool.ring_len)
+        rings = sum(count for name, count in sizes.items() if name.endswith("_cache"))
+        row = rings // (slots * self.pool.ring_len)
         traffic = self.traffic
         read = traffic.verified * state + traffic.rows_read * row
         return read, traffic.flushed * state + traffic.rows_written * row
@@ -323,19 +362,6 @@ class ReplayCache(Cache):
         if self._pending:
             self.accept([self._pending + tokens_to_remove] * len(self._rows))
 
-    @property
-    def is_croppable(self) -> bool:
-        """True: a rollback leaves no trace."""
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
-        """False: the mixers branch on the cache."""
-        return False
-
-    def activate_past_recording(self) -> None:
-        """Nothing to do: the newest forward can always be taken back."""
-
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of the longest row, the pending ones included."""
         return max(self._lengths)
@@ -346,36 +372,14 @@ class ReplayCache(Cache):
 
     def reset(self) -> None:
         """Forget every row; the next forward is a prefill."""
-        self._pending = self._unfinished = 0
+        self._pending, self._unfinished = 0, False
         self.pool.reset(self._slots)
+        if self._attention is not None:
+            self._attention.reset()
         self._lengths = [0] * len(self._lengths)
         self._live = [0] * len(self._live)
         if self._owed is not None:
             self.defer_commits()
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Not supported.
-
-        Raises:
-            NotImplementedError: always.
-        """
-        raise NotImplementedError("ReplayCache: beam search is not supported; supported are greedy decoding, sampling")
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Not supported.
-
-        Raises:
-            NotImplementedError: always.
-        """
-        raise NotImplementedError("ReplayCache: a batch cannot grow; make the cache with the final batch_size")
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Not supported; see ``select``.
-
-        Raises:
-            NotImplementedError: always.
-        """
-        raise NotImplementedError("ReplayCache: use select(rows) to go on with some of the rows")
 
     def close(self) -> None:
         """Free the pool's slots. The cache cannot be used any more."""
@@ -383,14 +387,6 @@ class ReplayCache(Cache):
             self.pool.free(self._slots)
             self._slots = self._slots[:0]
             self._rows = []
-
-    def __deepcopy__(self, memo: object) -> ReplayCache:
-        """Not supported.
-
-        Raises:
-            NotImplementedError: always.
-        """
-        raise NotImplementedError("ReplayCache: cannot be copied; run the prompt through a second cache")
 
     def __enter__(self) -> ReplayCache:
         return self

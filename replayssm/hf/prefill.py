@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replayssm.cache import Mamba2Layer, ReplayPool
+from replayssm.cache import GDNLayer, Mamba2Layer, ReplayPool
 
-# Tokens of a block, and the largest window that the ops take.
+# Tokens of a block at most, and the largest window that the ops take.
 _BLOCK = 64
 
 
@@ -29,7 +29,7 @@ class Prefill:
 
     def __init__(self, family: ModuleType, batch: int, device: torch.device) -> None:
         self._family, self._batch, self._device = family, batch, device
-        self._pools: dict[Mamba2Layer, ReplayPool] = {}
+        self._pools: dict[Mamba2Layer | GDNLayer, ReplayPool] = {}
 
     def run(self, mixer: Any, weights: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Run one layer.
@@ -44,20 +44,21 @@ class Prefill:
             last tokens, both as ``ReplayPool.write_state`` takes them and valid until the next call.
         """
         layer = self._family.layer_shape(mixer)
+        block = min(_BLOCK, layer.max_tokens)
         pool = self._pools.get(layer)
         if pool is None:
-            pool = ReplayPool([layer], self._batch, window=_BLOCK, max_tokens=_BLOCK, device=self._device)
+            pool = ReplayPool([layer], self._batch, window=block, max_tokens=block, device=self._device)
             self._pools[layer] = pool
             slots = pool.allocate(self._batch)
         else:
             slots = torch.arange(self._batch, device=self._device)
             pool.reset(slots)
         buffers, outputs = pool.buffers[0], []
-        for block in hidden_states.split(_BLOCK, 1):
+        for part in hidden_states.split(block, 1):
             outputs.append(
-                self._family.replay_forward(mixer, weights, block, buffers, pool.cursors, slots, pool.window, None)
+                self._family.replay_forward(mixer, weights, part, buffers, pool.cursors, slots, pool.window, None)
             )
-            tokens = block.shape[1]
+            tokens = part.shape[1]
             pool.commit(slots, torch.full_like(slots, tokens), tokens)
         pool.materialize(slots, slots, torch.zeros_like(slots), [weights.A])
         history = layer.conv_width - 1

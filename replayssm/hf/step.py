@@ -100,7 +100,9 @@ class Step:
         self._cache.select(rows, total)
         self._send(rows, windows, positions, total, width)
         graph = self.graphs.find(
-            (function.__name__, total, width), lambda: function(total, width), self._cache.recording
+            (function.__name__, total, width, *self._cache.layout),
+            lambda: function(total, width),
+            self._cache.recording,
         )
         if graph is None:
             return function(total, width)
@@ -132,7 +134,7 @@ class Step:
 
     def _scores(self, total: int, width: int) -> Tensor:
         ids, (_, _, _, seq_lens, kept) = self._columns(total, width)
-        self._cache.pool.commit(self._cache.slots, kept, seq_lens)
+        self._cache.commit(kept, seq_lens)
         return self._forward.score(ids)
 
     def _choices(self, total: int, width: int) -> Tensor:

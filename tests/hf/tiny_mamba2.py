@@ -44,7 +44,8 @@ def make_prompts(name, lengths, seed=1):
 
 
 def cache_name(model):
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "cache_params"
+    parameters = inspect.signature(model.forward).parameters
+    return next(name for name in ("cache", "cache_params", "past_key_values") if name in parameters)
 
 
 @torch.no_grad()

@@ -14,7 +14,9 @@ from replayssm.cursors import Cursors
 from replayssm.hf.linear import RowProduct
 from replayssm.mamba import checkpointing_ssu
 
-MIXER_CLASS = "Mamba2Mixer"
+OPS = "mamba"
+MIXERS = ("Mamba2Mixer",)
+ROUTED: tuple[str, ...] = ()
 
 
 def layer_shape(mixer: Any) -> Mamba2Layer:

@@ -1,0 +1,131 @@
+"""The model that runs with a ``ReplayCache``: the attached one with some of its modules exchanged.
+
+Modules below which something was exchanged are copied without their tensors; all others, and all parameters, are those
+of the attached model. So a plain forward of that model, in this thread or another, meets nothing of ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from replayssm.hf.attachment import Attachment
+from replayssm.hf.linear import RowProduct
+
+_CACHE_NAMES = ("cache", "cache_params", "past_key_values")
+
+
+class ReplayMixer(nn.Module):
+    """Stands for a recurrent mixer: runs it from the pool of the cache that it is called with.
+
+    Args:
+        mixer: the module it stands for.
+        position: its number among the mixers.
+    """
+
+    def __init__(self, mixer: nn.Module, position: int) -> None:
+        super().__init__()
+        # Not as a child: what looks at modules shall find it once.
+        self._mixer, self._position = (mixer,), position
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Forward of the mixer, with the arguments that its transformers version passes."""
+        cache: Any = next(kwargs[name] for name in _CACHE_NAMES if kwargs.get(name) is not None)
+        return cache.replay(self._position, self._mixer[0], hidden_states)
+
+
+class Product(nn.Module):
+    """Stands for a linear layer: rows do not depend on their number.
+
+    Args:
+        linear: the layer.
+        pack: as of ``RowProduct``.
+    """
+
+    def __init__(self, linear: nn.Linear, pack: bool) -> None:
+        super().__init__()
+        self.product = RowProduct(linear, pack)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply ``x``."""
+        return self.product(x)
+
+
+class Routed(nn.Module):
+    """Stands for a block of experts: a token's bits do not depend on which experts its neighbours need.
+
+    A product with an expert's weight has as many rows as tokens chose that expert. In a window on a CPU the block is
+    therefore called for one token at a time, which costs little, because the experts' weights are what has to be read.
+
+    Args:
+        block: the block.
+
+    Attributes:
+        one_by_one: whether tokens are scored alone.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self._block = (block,)
+        self.one_by_one = False
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Run the block on ``[batch, tokens, hidden]``."""
+        block = self._block[0]
+        if not self.one_by_one:
+            return block(hidden_states)
+        flat = hidden_states.view(-1, 1, 1, hidden_states.shape[-1])
+        return torch.cat([block(token) for token in flat], 1).view(hidden_states.shape)
+
+
+class Body:
+    """The base model of an attached model as a cache runs it.
+
+    Args:
+        attachment: of the model.
+        pack: as of ``RowProduct``.
+
+    Attributes:
+        exact: whether all matrix products outside of the recurrent mixers were measured to treat every row alike.
+    """
+
+    def __init__(self, attachment: Attachment, pack: bool) -> None:
+        base = attachment.base
+        self._routed = [Routed(block) for block in attachment.routed]
+        self._on_cpu = next(base.parameters()).device.type == "cpu"
+        products = [(linear, Product(linear, pack)) for linear in attachment.body_linears]
+        exchanged: dict[int, nn.Module] = {id(linear): product for linear, product in products}
+        exchanged |= {id(block): routed for block, routed in zip(attachment.routed, self._routed, strict=True)}
+        exchanged |= {id(mixer): ReplayMixer(mixer, number) for number, mixer in enumerate(attachment.mixers)}
+        self._model = _exchange(base, exchanged, outermost=True)
+        self.exact = (
+            all(product.product.exact for _, product in products)
+            and not attachment.has_other_products
+            and (self._on_cpu or not self._routed)
+        )
+
+    def run(self, arguments: dict[str, Any], one_by_one: bool) -> Any:
+        """Call the model; ``one_by_one`` says whether experts have to treat every token alike."""
+        for block in self._routed:
+            block.one_by_one = one_by_one and self._on_cpu
+        return self._model(**arguments)
+
+
+def _exchange(module: nn.Module, exchanged: dict[int, nn.Module], outermost: bool = False) -> nn.Module:
+    """A model with other modules in place of those whose ``id`` is named; itself when it has none of them."""
+    if id(module) in exchanged:
+        return exchanged[id(module)]
+    children = {name: child and _exchange(child, exchanged) for name, child in module._modules.items()}
+    if all(children[name] is child for name, child in module._modules.items()):
+        return module
+    if "forward" in module.__dict__ and not outermost:
+        raise ValueError(
+            f"model: a {type(module).__name__} has a forward of its own, which replay would not call; remove it"
+        )
+    copy = object.__new__(type(module))
+    # The outermost one is that of attach.
+    copy.__dict__ = {name: value for name, value in module.__dict__.items() if name != "forward"}
+    copy.__dict__["_modules"] = children
+    return copy

@@ -1,0 +1,153 @@
+"""transformers' Gated DeltaNet mixers: their own projections and gated norm around our convolution and delta rule.
+
+The families differ in how their input projections are cut; what follows is the same (``prepare``, ``replay_forward``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from replayssm.cache import GDNBuffers, GDNLayer
+from replayssm.conv import causal_conv1d_replay
+from replayssm.cursors import Cursors
+from replayssm.gdn_decode import gated_delta_rule_checkpointing
+from replayssm.hf.linear import JoinedProduct, RowProduct
+
+
+def layer_shape(mixer: Any) -> GDNLayer:
+    """Sizes of the mixer's recurrent layer."""
+    return GDNLayer(
+        value_heads=mixer.num_v_heads,
+        value_dim=mixer.head_v_dim,
+        key_dim=mixer.head_k_dim,
+        key_heads=mixer.num_k_heads,
+        conv_width=mixer.conv_kernel_size,
+    )
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The mixer's parameters in the shapes that the ops take, made once per cache.
+
+    Attributes:
+        in_proj: the input projections; columns q, k, v, z, b, a, each with consecutive heads.
+        out_proj: the output projection.
+        conv_weight: ``[channels, width]``, stored tap by tap.
+        conv_bias: ``[channels]`` or None.
+        A_log: fp32 ``[value_heads]``.
+        dt_bias: fp32 ``[value_heads]``.
+        activation: what the convolution applies itself, None when the mixer's own function has to.
+    """
+
+    in_proj: JoinedProduct
+    out_proj: RowProduct
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+    A_log: Tensor
+    dt_bias: Tensor
+    activation: str | None
+
+    @property
+    def exact(self) -> bool:
+        """Whether the projections were measured to treat every row alike."""
+        return self.in_proj.exact and self.out_proj.exact
+
+    @property
+    def A(self) -> None:
+        """No rates for ``ReplayPool.materialize``: the ring holds decays."""
+        return None
+
+
+def prepare(mixer: Any, projections: Sequence[nn.Linear], order: Sequence[int] | None, pack: bool) -> Weights:
+    """Compute a mixer's ``Weights`` from the parameters it has now.
+
+    Args:
+        mixer: the module.
+        projections: its input projections.
+        order: which of their columns, one behind the other, come first, second, ... in ``Weights.in_proj``; None: all
+            as they are.
+        pack: as of ``RowProduct``.
+    """
+    bias = mixer.conv1d.bias
+    return Weights(
+        in_proj=JoinedProduct(projections, order, pack),
+        out_proj=RowProduct(mixer.out_proj, pack),
+        conv_weight=mixer.conv1d.weight.detach().squeeze(1).t().contiguous().t(),
+        conv_bias=None if bias is None else bias.detach(),
+        A_log=mixer.A_log.detach().float(),
+        dt_bias=mixer.dt_bias.detach().float(),
+        activation="silu" if mixer.activation in ("silu", "swish") else None,
+    )
+
+
+def replay_forward(
+    mixer: Any,
+    weights: Weights,
+    hidden_states: Tensor,
+    buffers: GDNBuffers,
+    cursors: Cursors,
+    slots: Tensor,
+    window: int,
+    rand_seed: Tensor | None,
+) -> Tensor:
+    """Score new tokens from a pool's checkpoint and ring.
+
+    Args:
+        mixer: the attached module.
+        weights: what ``prepare`` gave for the mixer.
+        hidden_states: ``[batch, tokens, hidden]`` fp32.
+        buffers: this layer's buffers, written in place (rings always, the state at a flush).
+        cursors: read only; a commit moves them.
+        slots: int64 ``[batch]``.
+        window: the pool's window.
+        rand_seed: None; GDN checkpoints are rounded to the nearest.
+
+    Returns:
+        ``[batch, tokens, hidden]``.
+    """
+    batch, tokens, _ = hidden_states.shape
+    key_heads, key_dim, value_heads, value_dim = (
+        mixer.num_k_heads, mixer.head_k_dim, mixer.num_v_heads, mixer.head_v_dim,
+    )  # fmt: skip
+    keys, values = key_heads * key_dim, value_heads * value_dim
+    projected = weights.in_proj(hidden_states)
+    conv_in, gate, b, a = torch.split_with_sizes(projected, (2 * keys + values, values, value_heads, value_heads), -1)
+    conv_out = causal_conv1d_replay(
+        buffers.conv_rows,
+        cursors.conv_start,
+        conv_in,
+        weights.conv_weight,
+        weights.conv_bias,
+        activation=weights.activation,
+        state_batch_indices=slots,
+    )
+    if weights.activation is None:
+        conv_out = ACT2FN[mixer.activation](conv_out)
+    q, k, v = torch.split_with_sizes(conv_out, (keys, keys, values), -1)
+    y = gated_delta_rule_checkpointing(
+        buffers.state,
+        buffers.v_cache,
+        buffers.k_cache,
+        buffers.g_cache,
+        buffers.beta_cache,
+        cursors.ring_start,
+        cursors.num_live,
+        q.unflatten(-1, (key_heads, key_dim)),
+        k.unflatten(-1, (key_heads, key_dim)),
+        v.unflatten(-1, (value_heads, value_dim)),
+        a,
+        b,
+        weights.A_log,
+        weights.dt_bias,
+        state_batch_indices=slots,
+        max_window=window,
+    )
+    # The norm runs over the channels of one head.
+    y = mixer.norm(y.view(-1, value_dim), gate.reshape(-1, value_dim))
+    return weights.out_proj(y.view(batch, tokens, values))

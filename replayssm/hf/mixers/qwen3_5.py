@@ -1,0 +1,31 @@
+"""The text models of Qwen3.5 and its mixture of experts: four input projections with consecutive heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from replayssm.hf.mixers import gdn
+from replayssm.hf.mixers.gdn import Weights, layer_shape, replay_forward
+
+__all__ = ["MIXERS", "OPS", "ROUTED", "Weights", "bypassed", "layer_shape", "linears", "prepare", "replay_forward"]
+
+OPS = "gdn_decode"
+MIXERS = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
+ROUTED = ("Qwen3_5MoeSparseMoeBlock",)
+
+
+def linears(mixer: Any) -> list[nn.Linear]:
+    """The mixer's linear layers."""
+    return [mixer.in_proj_qkv, mixer.in_proj_z, mixer.in_proj_b, mixer.in_proj_a, mixer.out_proj]
+
+
+def bypassed(mixer: Any) -> list[nn.Linear | nn.Conv1d]:
+    """Submodules whose parameters are used but whose forward is not called."""
+    return [*linears(mixer), mixer.conv1d]
+
+
+def prepare(mixer: Any, pack: bool) -> Weights:
+    """Compute a mixer's ``Weights`` from the parameters it has now; ``pack`` is that of ``RowProduct``."""
+    return gdn.prepare(mixer, linears(mixer)[:-1], None, pack)
