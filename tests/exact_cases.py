@@ -17,7 +17,7 @@ class Decoder:
         H, P, G, N = case.sizes
         self.case = case
         self.buffers = BatchInvariantDecodeBuffers.allocate(
-            slots, case.chunk_size, H, P, G, N, torch.device("cpu"), case.x.dtype, max_tokens=max_tokens,
+            slots, case.chunk_size, H, P, G, N, case.x.device, case.x.dtype, max_tokens=max_tokens,
             trimmed=trimmed,
         )  # fmt: skip
         for tensor in self.buffers.per_slot().values():

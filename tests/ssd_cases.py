@@ -62,7 +62,7 @@ def random_case(
     tokens, chunk_size=16, *, nheads=6, headdim=5, ngroups=2, dstate=11, dtype=torch.float32, D="head", with_z=True,
     with_bias=True, seed=0,
 ):  # fmt: skip
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator(torch.get_default_device()).manual_seed(seed)
     randn = lambda *shape: torch.randn(*shape, generator=g)  # noqa: E731
     skip = {"head": lambda: randn(nheads), "element": lambda: randn(nheads, headdim), None: lambda: None}[D]()
     return Case(

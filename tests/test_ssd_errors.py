@@ -164,11 +164,11 @@ def test_no_implementation():
         chunk_scan(**named)
 
 
-def test_a_gpu_is_refused_in_words():
+def test_another_device_is_refused_in_words():
     from replayssm.dispatch import implementation
 
-    with pytest.raises(NotImplementedError, match=r"replayssm.ssd: .*supported: cpu"):
-        implementation("ssd", torch.device("cuda:0"))
+    with pytest.raises(NotImplementedError, match=r"replayssm.ssd: .*supported: cpu, cuda"):
+        implementation("ssd", torch.device("mps:0"))
 
 
 @pytest.mark.parametrize("name", ["x", "dt", "B", "C", "z", "A", "D", "dt_bias", "initial_states"])

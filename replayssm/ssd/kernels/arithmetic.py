@@ -1,0 +1,128 @@
+"""The operations whose bits are the contract, as every kernel uses them: prefill and decode. ``docs/maths.md`` §5.
+
+Formulas, roundings and orders are those of mamba_ssm's chunk scan. What the tiles are is free, but for ``sums``.
+"""
+
+import triton
+import triton.language as tl
+
+from replayssm.ssd.kernels.constants import NAN_STAYS
+
+
+@triton.jit
+def processed(dt, bias, dt_min, dt_max, SOFTPLUS: tl.constexpr):
+    """``clamp(softplus(dt + bias))`` of fp32 numbers, softplus being the identity above 20."""
+    dt = dt + bias
+    if SOFTPLUS:
+        dt = tl.where(dt <= 20.0, tl.log(tl.exp(dt) + 1.0), dt)
+    dt = tl.maximum(dt, dt_min, propagate_nan=NAN_STAYS)
+    return tl.minimum(dt, dt_max, propagate_nan=NAN_STAYS)
+
+
+@triton.jit
+def _lane_before(values, distance: tl.constexpr):
+    """``values`` [heads, lanes] moved to the right; the first lanes repeat themselves."""
+    lane = tl.arange(0, values.shape[1])
+    source = tl.where(lane >= distance, lane - distance, lane)
+    return tl.gather(values, tl.broadcast_to(source[None, :], values.shape), 1)
+
+
+@triton.jit
+def _sum_lanes(total, product, A, FUSED: tl.constexpr):
+    """Sums over lanes [heads, lanes] up to and with each: doubling steps in groups of 32, then a carry between them.
+
+    With ``FUSED``, ``total`` is ``product * A`` and the first step adds it before it is rounded.
+    """
+    LANES: tl.constexpr = total.shape[1]
+    GROUP: tl.constexpr = min(32, LANES)
+    lane = tl.arange(0, LANES)[None, :]
+    for power in tl.static_range(5):
+        if 2**power < GROUP:
+            before = _lane_before(total, 2**power)
+            both = total + before
+            if FUSED and power == 0:
+                both = tl.fma(product, A, before)
+            total = tl.where(lane % GROUP >= 2**power, both, total)
+    if LANES > GROUP:
+        tl.static_assert(LANES == 2 * GROUP)
+        carry = tl.sum(tl.where(lane == GROUP - 1, total, 0.0), 1)[:, None]
+        total = tl.where(lane >= GROUP, carry + total, total)
+    return total
+
+
+@triton.jit
+def _after(values, product, A, before, FUSED: tl.constexpr):
+    """Sums within a lane and the sum of all lanes before it."""
+    lane = tl.arange(0, values.shape[1])[None, :]
+    both = tl.fma(product, A, before) if FUSED else before + values
+    return tl.where(lane > 0, both, values)
+
+
+@triton.jit
+def sums(dt, A):
+    """``A`` [8] times the sums of ``dt`` [8, chunk] up to and with each row, fp32.
+
+    In the order in which ``tl.cumsum`` adds a tile of 8 heads and more with 4 warps, products fused as the compiler
+    fuses them there; written out, since that order follows from a layout, which another kernel around it changes. Up to
+    four rows make a lane. A row's sum does not depend on the rows behind it.
+    """
+    HEADS: tl.constexpr = dt.shape[0]
+    ROWS: tl.constexpr = dt.shape[1]
+    A = tl.broadcast_to(A[:, None], (HEADS, 1))
+    if ROWS == 16:
+        return _sum_lanes(dt * A, dt, A, True)
+    elif ROWS == 32:
+        v0, v1 = tl.split(tl.reshape(dt, (HEADS, 16, 2)))
+        s0 = v0 * A
+        s1 = _sum_lanes(tl.fma(v1, A, s0), v1, A, False)
+        s0 = _after(s0, v0, A, _lane_before(s1, 1), True)
+        return tl.reshape(tl.join(s0, s1), (HEADS, ROWS))
+    else:
+        even, odd = tl.split(tl.reshape(dt, (HEADS, ROWS // 4, 2, 2)))
+        v0, v2 = tl.split(even)
+        v1, v3 = tl.split(odd)
+        s0 = v0 * A
+        s1 = tl.fma(v1, A, s0)
+        s2 = tl.fma(v2, A, s1)
+        s3 = _sum_lanes(tl.fma(v3, A, s2), v3, A, False)
+        before = _lane_before(s3, 1)
+        s0 = _after(s0, v0, A, before, True)
+        s1 = _after(s1, v1, A, before, False)
+        s2 = _after(s2, v2, A, before, False)
+        return tl.reshape(tl.join(tl.join(s0, s2), tl.join(s1, s3)), (HEADS, ROWS))
+
+
+@triton.jit
+def weights(products, newest, sums, dt):
+    """``(C_t B_j) exp(G_t - G_j) dt_j`` in fp32; the sums' rounding must not let an exponent rise above zero."""
+    return products * tl.exp(tl.minimum(newest - sums, 0.0)) * dt
+
+
+@triton.jit
+def fold_scale(total, sums, dt):
+    """``exp(G_n - G_j) dt_j``."""
+    return tl.exp(tl.minimum(total - sums, 0.0)) * dt
+
+
+@triton.jit
+def fold_columns(B, scale, OPERAND: tl.constexpr):
+    """B's rows [rows, columns] scaled and rounded."""
+    return (B.to(tl.float32) * scale[:, None]).to(OPERAND)
+
+
+@triton.jit
+def finished(y, x, D, z, HAS_D: tl.constexpr, HAS_Z: tl.constexpr):
+    """``(y + x D) z sigmoid(z)``; x, D and z broadcast to y."""
+    if HAS_D:
+        y = tl.fma(x.to(tl.float32), D, y)
+    if HAS_Z:
+        z = z.to(tl.float32)
+        y = y * (z * tl.sigmoid(z))
+    return y
+
+
+@triton.jit
+def holds_no_number(tile):
+    """1 where an element of the tile is NaN or infinite, else 0."""
+    finite = tl.abs(tile.to(tl.float32)) < float("inf")
+    return tl.max(tl.max(tl.where(finite, 0, 1), 1), 0)

@@ -1,0 +1,104 @@
+"""``chunk_scan`` in three launches: sums of dt, states between chunks, outputs."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from replayssm.ssd.configs import padded, scan_tile, state_tile
+from replayssm.ssd.kernels.constants import SUM_HEADS, SUM_WARPS
+from replayssm.ssd.kernels.scan import chunk_outputs
+from replayssm.ssd.kernels.states import chunk_boundaries
+from replayssm.ssd.kernels.sums import chunk_sums
+
+OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def packed(tensor: Tensor, axis: int = 1) -> Tensor:
+    """The tensor itself if it is packed from ``axis`` on, else a copy that is."""
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape[axis:]), reversed(tensor.stride()[axis:]), strict=True):
+        if size > 1 and stride != expected:
+            return tensor.contiguous()
+        expected *= size
+    return tensor
+
+
+def stride(tensor: Tensor | None, axis: int = 0) -> int:
+    """A stride, zero where there is no tensor."""
+    return 0 if tensor is None else tensor.stride(axis)
+
+
+def chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    cu_seqlens: Tensor | None,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    dt_min: float,
+    dt_max: float,
+    initial_states: Tensor | None,
+    x_buffer: Tensor | None,
+    dt_buffer: Tensor | None,
+    B_buffer: Tensor | None,
+    num_buffered: Tensor | None,
+    ring_start: Tensor | None,
+    batch_indices: Tensor | None,
+    out: Tensor,
+    final_states: Tensor | None,
+    boundary_states: Tensor | None,
+    chunk_states: Tensor | None,
+) -> None:
+    """See ``replayssm.ssd.chunk_scan``."""
+    (tokens, H, P), (G, N) = x.shape, B.shape[1:]
+    sequences = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if sequences == 0 or H * P * N == 0:
+        return
+    x, dt, B, C = packed(x), packed(dt), packed(B), packed(C)
+    z = None if z is None else packed(z)
+    A, dt_bias = packed(A, 0), None if dt_bias is None else packed(dt_bias, 0)
+    ring_len = 1 if x_buffer is None else x_buffer.shape[1]
+    if x_buffer is not None and dt_buffer is not None and B_buffer is not None:
+        x_buffer, dt_buffer, B_buffer = packed(x_buffer, 2), packed(dt_buffer, 2), packed(B_buffer, 2)
+    # Chunk numbers that a sequence owns beyond its own tokens' whole chunks.
+    spare = 1 if x_buffer is None else ring_len // chunk_size + 2
+    chunks = tokens // chunk_size + spare * sequences
+    where = (cu_seqlens, None if batch_indices is None else packed(batch_indices, 0), num_buffered, ring_start)
+    sums = torch.empty(2, chunks, H, chunk_size, dtype=torch.float32, device=x.device)
+    entering = torch.empty(chunks, H, P, N, dtype=x.dtype, device=x.device)
+    steps = sequences.bit_length()
+    chunk_sums[(chunks, triton.cdiv(H, SUM_HEADS))](
+        dt, A, dt_bias, *where, dt_buffer, sums[0], sums[1],
+        dt.stride(0), stride(dt_buffer), stride(dt_buffer, 1), tokens, sequences, H, chunk_size, spare, ring_len,
+        dt_min, dt_max, HEADS=SUM_HEADS, ROWS=padded(chunk_size), STEPS=steps, SOFTPLUS=dt_softplus,
+        num_warps=SUM_WARPS,
+    )  # fmt: skip
+    tile = state_tile(chunk_size, P, N, x.element_size())
+    chunk_boundaries[(sequences * H, triton.cdiv(P, tile.rows) * triton.cdiv(N, tile.columns))](
+        x, B, x_buffer, B_buffer, sums[0], sums[1], *where,
+        None if initial_states is None else initial_states.contiguous(), entering, final_states, boundary_states,
+        chunk_states, x.stride(0), B.stride(0), stride(x_buffer), stride(x_buffer, 1), stride(B_buffer),
+        stride(B_buffer, 1), stride(final_states), stride(boundary_states), stride(chunk_states),
+        tokens, H, H // G, chunk_size, spare, ring_len,
+        P=P, N=N, BP=tile.rows, BN=tile.columns, BT=tile.tokens, TILES=triton.cdiv(chunk_size, tile.tokens),
+        OPERAND=OPERANDS[x.dtype], num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if tokens == 0:
+        return
+    rows = scan_tile(chunk_size, P, N, x.element_size())
+    chunk_outputs[(chunks, H, triton.cdiv(chunk_size, rows.rows) * triton.cdiv(P, rows.columns))](
+        x, B, C, D, z, x_buffer, B_buffer, sums[0], sums[1], entering, *where, out,
+        x.stride(0), B.stride(0), C.stride(0), stride(z), out.stride(0), stride(x_buffer), stride(x_buffer, 1),
+        stride(B_buffer), stride(B_buffer, 1), stride(D), 0 if D is None or D.dim() == 1 else D.stride(1),
+        tokens, sequences, H, H // G, chunk_size, spare, ring_len,
+        P=P, N=N, BT=rows.rows, BP=rows.columns, BN=rows.states, STEPS=steps, OPERAND=OPERANDS[x.dtype],
+        num_warps=rows.warps, num_stages=rows.stages,
+    )  # fmt: skip

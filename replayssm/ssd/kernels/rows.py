@@ -1,0 +1,58 @@
+"""Where a sequence's rows lie: its unfinished chunk in a slot of the buffers, the others in the packed tokens."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sequence_of(index, cu_seqlens, sequences, chunk_size, spare, STEPS: tl.constexpr):
+    """The sequence to which chunk number ``index`` belongs.
+
+    Chunk c of sequence i has number ``cu_seqlens[i] // chunk_size + spare * i + c``: sequences own ranges of numbers
+    that can be told apart without counting their chunks, and some numbers belong to no chunk.
+    """
+    low = 0
+    high = sequences - 1
+    for _ in range(STEPS):
+        middle = (low + high + 1) // 2
+        inside = tl.load(cu_seqlens + middle) // chunk_size + spare * middle <= index
+        low = tl.where(inside, middle, low)
+        high = tl.where(inside, high, middle - 1)
+    return low
+
+
+@triton.jit
+def sequence_bounds(sequence, cu_seqlens, num_tokens, chunk_size, spare):
+    """``(first token int64, tokens, number of the first chunk)`` of a sequence."""
+    if cu_seqlens is None:
+        first = (sequence * 0).to(tl.int64)
+        return first, num_tokens, sequence * 0
+    else:
+        begin = tl.load(cu_seqlens + sequence)
+        length = tl.load(cu_seqlens + sequence + 1) - begin
+        return begin.to(tl.int64), length, begin // chunk_size + spare * sequence
+
+
+@triton.jit
+def buffered_rows(sequence, slots, num_buffered, ring_start):
+    """``(slot int64, rows in the buffers, the oldest of them)``; a negative slot is padding."""
+    slot = (sequence * 0).to(tl.int64)
+    buffered = sequence * 0
+    start = sequence * 0
+    if slots is not None:
+        slot = tl.load(slots + sequence).to(tl.int64)
+    if num_buffered is not None:  # noqa: SIM102 - one is known when compiling, the other is not
+        if slot >= 0:
+            buffered = tl.load(num_buffered + slot)
+            if ring_start is not None:
+                start = tl.load(ring_start + slot)
+    return slot, buffered, start
+
+
+@triton.jit
+def row_pointers(new, s_new, old, s_old, position, first, buffered, start, ring_len):
+    """Pointers to the rows at ``position`` of a sequence; ``old`` is its slot, None without buffers."""
+    at = new + (first + position - buffered) * s_new
+    if old is not None:
+        at = tl.where(position < buffered, old + ((start + position) % ring_len).to(tl.int64) * s_old, at)
+    return at

@@ -1,0 +1,93 @@
+"""Outputs of a chunk from the state that enters it and its own rows."""
+
+import triton
+import triton.language as tl
+
+from replayssm.ssd.kernels.arithmetic import finished, holds_no_number, weights
+from replayssm.ssd.kernels.constants import PER_CALL
+from replayssm.ssd.kernels.rows import buffered_rows, row_pointers, sequence_bounds, sequence_of
+
+
+@triton.jit(do_not_specialize=PER_CALL)
+def chunk_outputs(
+    x, B, C, D, z, x_buffer, B_buffer, dt, sums, entering, cu_seqlens, slots, num_buffered, ring_start, out,
+    s_x, s_B, s_C, s_z, s_out, s_x_slot, s_x_row, s_B_slot, s_B_row, s_D_head, s_D_element,
+    num_tokens, sequences, nheads, heads_per_group, chunk_size, spare, ring_len,
+    P: tl.constexpr, N: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr,
+    OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Program (chunk, head, block of rows and columns)."""
+    chunk = tl.program_id(0)
+    sequence = chunk * 0
+    if cu_seqlens is not None:
+        sequence = sequence_of(chunk, cu_seqlens, sequences, chunk_size, spare, STEPS)
+    first, length, first_chunk = sequence_bounds(sequence, cu_seqlens, num_tokens, chunk_size, spare)
+    slot, buffered, start = buffered_rows(sequence, slots, num_buffered, ring_start)
+    head = tl.program_id(1)
+    group = head // heads_per_group
+    columns: tl.constexpr = (P + BP - 1) // BP
+    m0 = tl.program_id(2) // columns * BT
+    origin = (chunk - first_chunk) * chunk_size
+    limit = tl.minimum(chunk_size, buffered + length - origin)
+    if (slot < 0) | (m0 >= limit) | (origin + m0 + BT <= buffered):
+        return
+    token = tl.arange(0, BT)
+    m = m0 + token
+    p = tl.program_id(2) % columns * BP + tl.arange(0, BP)
+    p_in = p < P
+    old_x = x_buffer
+    old_B = B_buffer
+    if x_buffer is not None:
+        old_x += slot * s_x_slot + head * P
+        old_B += slot * s_B_slot + group * N
+    x += head * P
+    B += group * N
+    new_row = first + origin + m - buffered
+    wanted = (m < limit) & (origin + m >= buffered)
+    C_at = (C + group * N + new_row * s_C)[:, None]
+    entering += (chunk.to(tl.int64) * nheads + head) * (P * N)
+    rows = (chunk.to(tl.int64) * nheads + head) * chunk_size
+    newest = tl.load(sums + rows + m, mask=m < limit, other=0.0)
+    y = tl.zeros((BT, BP), tl.float32)
+    for n0 in tl.static_range(0, N, BN):
+        n = n0 + tl.arange(0, BN)
+        C_rows = tl.load(C_at + n[None, :], mask=wanted[:, None] & (n < N)[None, :], other=0.0)
+        state = tl.load(entering + p[None, :] * N + n[:, None], mask=p_in[None, :] & (n < N)[:, None], other=0.0)
+        y = tl.dot(C_rows, state, y, input_precision="ieee")
+    y = y * tl.exp(newest)[:, None]
+    for j0 in range(0, m0 + BT, BT):
+        j = j0 + token
+        j_in = j < limit
+        products = tl.zeros((BT, BT), tl.float32)
+        B_at = row_pointers(B, s_B, old_B, s_B_row, origin + j, first, buffered, start, ring_len)
+        for n0 in tl.static_range(0, N, BN):
+            n = n0 + tl.arange(0, BN)
+            C_rows = tl.load(C_at + n[None, :], mask=wanted[:, None] & (n < N)[None, :], other=0.0)
+            B_rows = tl.load(B_at[:, None] + n[None, :], mask=j_in[:, None] & (n < N)[None, :], other=0.0)
+            products = tl.dot(C_rows, tl.trans(B_rows), products, input_precision="ieee")
+        older = tl.load(sums + rows + j, mask=j_in, other=0.0)
+        dt_row = tl.load(dt + rows + j, mask=j_in, other=0.0)
+        w = weights(products, newest[:, None], older[None, :], dt_row[None, :])
+        w = tl.where(m[:, None] >= j[None, :], w, 0.0).to(OPERAND)
+        x_at = row_pointers(x, s_x, old_x, s_x_row, origin + j, first, buffered, start, ring_len)
+        x_rows = tl.load(x_at[:, None] + p[None, :], mask=j_in[:, None] & p_in[None, :], other=0.0)
+        # Zero times a later row that is no number would reach an earlier output.
+        if j0 == m0 and holds_no_number(x_rows) != 0:
+            before = y
+            for i in range(0, BT):
+                seen = tl.where((token <= i)[:, None], x_rows, 0.0).to(OPERAND)
+                y = tl.where((token == i)[:, None], tl.dot(w, seen, before, input_precision="ieee"), y)
+        else:
+            y = tl.dot(w, x_rows, y, input_precision="ieee")
+    at = new_row[:, None]
+    mask = wanted[:, None] & p_in[None, :]
+    skip = 0.0
+    x_new = y
+    gate = y
+    if D is not None:
+        skip = tl.load(D + head * s_D_head + p * s_D_element, mask=p_in, other=0.0).to(tl.float32)[None, :]
+        x_new = tl.load(x + at * s_x + p[None, :], mask=mask, other=0.0)
+    if z is not None:
+        gate = tl.load(z + head * P + at * s_z + p[None, :], mask=mask, other=0.0)
+    y = finished(y, x_new, skip, gate, D is not None, z is not None)
+    tl.store(out + head * P + at * s_out + p[None, :], y.to(out.dtype.element_ty), mask=mask)
