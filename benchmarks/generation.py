@@ -11,26 +11,26 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
-from results import pin_to_one_core, write_csv
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 import replayssm.hf
 import replayssm.models
-from replayssm.cli.stream import Clock
+from replayssm.bench import Row, Tables
+from replayssm.bench.plot import Panel, Plot, Series
+from replayssm.bench.report import conditions, table, write_csv
+from replayssm.bench.timing import one_thread
+from replayssm.bench.ways import Way, by_replay, by_transformers, measure
 from replayssm.hf.drafts import MOST_LOOKUP_TOKENS
 
+RESULTS = Path(__file__).parent / "results" / "cpu"
 # The targets for look-up drafts: over transformers, and over replay without drafts.
 TARGETS = {"tiny-mamba2": (4.0, 1.5), "tiny-gdn-hybrid": (3.0, 1.4)}
-WAYS = ("transformers", "replay", "look-up")
 
 
 def main() -> int:
@@ -40,20 +40,19 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=20, help="held-out prompts beside the demo prompt")
     options = parser.parse_args()
-    pin_to_one_core()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    torch.set_grad_enabled(False)
-
-    rows = [row for name in replayssm.models.NAMES for row in run(name, options)]
-    path = write_csv("generation.csv", rows)
+    with one_thread(), torch.no_grad():
+        facts = conditions("cpu")
+        rows = [row for name in replayssm.models.NAMES for row in run(name, options)]
+    write_csv(RESULTS / "generation.csv", rows, facts)
     for name in replayssm.models.NAMES:
-        report(name, [row for row in rows if row["model"] == name], Console(width=140))
-    print(f"written to {path.relative_to(path.parents[3])}")
+        report(name, [row for row in rows if row["model"] == name], Console(width=160))
+    print(f"written to {(RESULTS / 'generation.csv').relative_to(RESULTS.parents[2])}")
     return 0
 
 
-def run(name: str, options: argparse.Namespace) -> list[dict[str, object]]:
+def run(name: str, options: argparse.Namespace) -> list[Row]:
     """Measure one model on all prompts."""
     folder = replayssm.models.path(name)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -64,89 +63,74 @@ def run(name: str, options: argparse.Namespace) -> list[dict[str, object]]:
     rows = []
     for number, prompt in enumerate(prompts):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
+        replay = partial(
+            by_replay, ours, ids, num_draft_tokens=options.num_draft_tokens, max_new_tokens=options.new_tokens
+        )
+        ways = [
+            Way("transformers", partial(by_transformers, theirs, ids, max_new_tokens=options.new_tokens)),
+            Way("replay", partial(replay, draft=None)),
+            Way("look-up", partial(replay, draft="lookup")),
+        ]
         label = f"held-out {number}" if number else "demo"
-        rows.append({"model": name} | measure(label, ids, ways(theirs, ours, ids, options), options.repeats))
+        rows.append({"model": name, "prompt": label, "read": ids.shape[1]} | row(label, ways, options.repeats))
         sys.stderr.write(f"\r{name}: {number + 1} of {len(prompts)} prompts")
     sys.stderr.write("\n")
     return rows
 
 
-def ways(theirs, ours, ids: torch.Tensor, options: argparse.Namespace) -> dict[str, Callable]:
-    """Return the three ways to continue ``ids``; each takes a clock and gives ids and our statistics, or None."""
-    count = options.new_tokens
-
-    def replay(draft: str | None, clock: Clock):
-        drafts = options.num_draft_tokens
-        return replayssm.hf.generate(
-            ours,
-            ids,
-            draft=draft,
-            num_draft_tokens=drafts,
-            max_new_tokens=count,
-            streamer=clock,
-            return_stats=True,
-        )
-
-    def transformers(clock: Clock):
-        mask = torch.ones_like(ids)
-        return theirs.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False, streamer=clock), None
-
-    return dict(zip(WAYS, (transformers, partial(replay, None), partial(replay, "lookup")), strict=True))
-
-
-def measure(name: str, ids: torch.Tensor, calls: dict[str, Callable], repeats: int) -> dict[str, object]:
-    """Check that all ways agree, then time them in turn; return one row of the table."""
-    results = {way: call(Clock()) for way, call in calls.items()}
-    expected, _ = results[WAYS[1]]
-    for way, (sequences, _) in results.items():
-        if not torch.equal(sequences, expected):
-            raise SystemExit(f"{name}: {way} gives other ids than {WAYS[1]}; nothing was timed")
-    decoding: dict[str, list[float]] = {way: [] for way in calls}
-    whole: dict[str, list[float]] = {way: [] for way in calls}
-    for _ in range(repeats):
-        for way, call in calls.items():
-            clock, started = Clock(), time.perf_counter()
-            call(clock)
-            whole[way].append(time.perf_counter() - started)
-            decoding[way].append(clock.last - clock.first)
-    new = expected.shape[1] - ids.shape[1]
-    speed = {way: new / statistics.median(times) for way, times in whole.items()}
-    seconds = {way: statistics.median(times) for way, times in decoding.items()}
-    stats = results[WAYS[2]][1]
+def row(label: str, ways: list[Way], repeats: int) -> Row:
+    """Check that all ways agree, then time them in turn."""
+    for way in ways:
+        way.results = [way.generate()]
+    expected = ways[1].results[0].ids
+    for way in ways:
+        if not torch.equal(way.results[0].ids, expected):
+            raise SystemExit(f"{label}: {way.name} gives other ids than {ways[1].name}; nothing was timed")
+    measure(ways, repeats, warm=True)
+    speed = [way.tokens_per_second for way in ways]
+    stats = ways[2].results[0].stats
     return {
-        "prompt": name,
-        "read": ids.shape[1],
-        "written": new,
-        **speed,
-        "x transformers": speed[WAYS[2]] / speed[WAYS[0]],
-        "x replay": speed[WAYS[2]] / speed[WAYS[1]],
-        "x decode": seconds[WAYS[0]] / seconds[WAYS[2]],
+        "written": expected.numel(),
+        **{way.name: each for way, each in zip(ways, speed, strict=True)},
+        "x transformers": speed[2] / speed[0],
+        "x replay": speed[2] / speed[1],
+        "x decode": ways[0].decode_seconds / ways[2].decode_seconds,
         "accepted": stats.accept_rate,
-        "a round": (new - 1) / max(stats.rounds, 1),
+        "a round": (expected.numel() - 1) / max(stats.rounds, 1),
     }
 
 
-def report(name: str, rows: list[dict[str, object]], console: Console) -> None:
+def report(name: str, rows: list[Row], console: Console) -> None:
     """Print every row of a model, the medians, and how they stand against the targets."""
-    numbers = [key for key, value in rows[0].items() if isinstance(value, float)]
-    heldout = rows[1:]
-    table = Table(
-        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=f"{name}: tokens/s on one CPU thread, greedy, float32"
-    )
-    columns = [key for key in rows[0] if key != "model"]
-    for key in columns:
-        table.add_column(key, justify="left" if key == "prompt" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(f"{row[key]:.2f}" if key in numbers else str(row[key]) for key in columns))
-    if heldout:
-        middle = {key: statistics.median(row[key] for row in heldout) for key in numbers}
-        table.add_section()
-        table.add_row("median of those", *(f"{middle[key]:.2f}" if key in middle else "" for key in columns[1:]))
-    console.print(table)
-    for what, row in [("demo prompt", rows[0])] + ([("held-out, median", middle)] if heldout else []):
+    middle = {
+        key: statistics.median(row[key] for row in rows[1:]) if isinstance(value, float) and rows[1:] else None
+        for key, value in rows[0].items()
+    } | {"model": name, "prompt": "median of those"}
+    console.print(table(f"{name}: tokens/s on one CPU thread, greedy, float32", [*rows, middle]))
+    for what, each in (("demo prompt", rows[0]), ("held-out, median", middle)):
         for key, target in zip(("x transformers", "x replay"), TARGETS[name], strict=True):
-            verdict = "reached" if row[key] >= target else "missed"
-            console.print(f"{what}: {row[key]:.2f} {key}, target {target}: {verdict}")
+            if each[key] is not None:
+                verdict = "reached" if each[key] >= target else "missed"
+                console.print(f"{what}: {each[key]:.2f} {key}, target {target}: {verdict}")
+
+
+def plots(tables: Tables) -> list[Plot]:
+    """Speed of every prompt, in units of transformers' own generate, the slowest first; a panel per model."""
+    rows = tables.get("generation", [])
+    panels = []
+    for name in dict.fromkeys(row["model"] for row in rows):
+        chosen = sorted((row for row in rows if row["model"] == name), key=lambda row: row["x transformers"])
+        places = [row["prompt"].replace("held-out ", "") for row in chosen]
+        drafts = [row["x transformers"] for row in chosen]
+        plain = [row["x transformers"] / row["x replay"] for row in chosen]
+        series = [Series("look-up drafts", places, drafts, ours=True), Series("no drafts", places, plain)]
+        panels.append(Panel(name, series))
+    if not panels:
+        return []
+    title = "Greedy generation of 256 tokens on one CPU thread"
+    return [
+        Plot("generation", title, "held-out prompt", "tokens/s over transformers", panels, "transformers", bars=True)
+    ]
 
 
 if __name__ == "__main__":

@@ -7,13 +7,12 @@ with what a pool really allocates, one layer at a time.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import torch
-from results import write_csv
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
+from replayssm.bench.report import conditions, table, write_csv
 from replayssm.cache import Mamba2Layer, ReplayPool, plan
 
 WINDOW, TOKENS = 16, 4
@@ -28,13 +27,8 @@ LIMITS = {torch.bfloat16: 1.15, torch.float32: 1.27}  # largest total in units o
 
 def main() -> int:
     rows = [row(name, *MODELS[name], dtype) for name in MODELS for dtype in LIMITS]
-    table = Table(
-        *rows[0], box=box.SIMPLE_HEAD, title=f"MiB of one sequence, fp32 state, window {WINDOW}, T = {TOKENS}"
-    )
-    for each in rows:
-        table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in each.values()))
-    Console(width=120).print(table)
-    write_csv("memory.csv", rows)
+    Console(width=120).print(table(f"MiB of one sequence, fp32 state, window {WINDOW}, T = {TOKENS}", rows))
+    write_csv(Path(__file__).parent / "results" / "cpu" / "memory.csv", rows, conditions("cpu"))
     return 0 if all(each["x state"] <= each["limit"] for each in rows) else 1
 
 

@@ -74,14 +74,18 @@ def draw(plot: Plot, folder: Path) -> Path:
     import matplotlib.pyplot as plt
 
     count = len(plot.panels)
-    size = (8, 3.6) if count == 1 else (2.75 * count, 3)
-    figure, panels = plt.subplots(1, count, figsize=size, sharey=True, squeeze=False)
+    width = 6.0 if count == 1 else 2.75
+    if plot.bars:
+        width = max(2.75, 0.35 * max(len(series.x) for panel in plot.panels for series in panel.series))
+    figure, panels = plt.subplots(1, count, figsize=(width * count, 3.3), sharey=True, squeeze=False)
     for axes, panel in zip(panels[0], plot.panels, strict=True):
         greys = iter(_PEERS)
-        for series in panel.series:
+        thickness = 0.8 / len(panel.series)
+        for number, series in enumerate(panel.series):
             colour = _OURS if series.ours else next(greys)
             if plot.bars:
-                axes.bar(range(len(series.x)), series.y, color=colour, label=series.label)
+                places = [place + (number + 0.5) * thickness - 0.4 for place in range(len(series.x))]
+                axes.bar(places, series.y, thickness, color=colour, label=series.label)
                 axes.set_xticks(range(len(series.x)), series.x, fontsize=8)
             else:
                 axes.plot(series.x, series.y, "o-", color=colour, label=series.label, markersize=4)
@@ -94,7 +98,7 @@ def draw(plot: Plot, folder: Path) -> Path:
         axes.spines[["top", "right"]].set_visible(False)
     panels[0][0].set_ylabel(plot.y_label)
     panels[0][-1].legend(frameon=False, fontsize=8)
-    figure.suptitle(plot.title, fontsize=10, y=1.04 if count > 1 else 0.98)
+    figure.suptitle(plot.title, fontsize=10, y=1.02)
     path = folder / f"{plot.name}.png"
     figure.savefig(path, dpi=130, bbox_inches="tight")
     plt.close(figure)
