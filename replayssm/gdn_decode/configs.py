@@ -53,6 +53,7 @@ class TensorCoreTile(NamedTuple):
     rows: int
     warps: int
     early: bool = False
+    registers: int | None = None
 
 
 def tensor_core_tile(V: int, K: int, state_bytes: int, seq_len: int) -> TensorCoreTile:
@@ -66,4 +67,4 @@ def tensor_core_tile(V: int, K: int, state_bytes: int, seq_len: int) -> TensorCo
     """
     columns = max(64 // state_bytes, next_power_of_2(K))
     rows = max(16, min(64, next_power_of_2(V)))
-    return TensorCoreTile(8 if seq_len <= 8 else 16, columns, min(columns, 128), rows, rows // 16)
+    return TensorCoreTile(8 if seq_len <= 8 else 16, columns, min(columns, 128), rows, rows // 16, registers=128)
