@@ -1,7 +1,7 @@
 """``gated_delta_rule_mtp`` with frozen states in the window form (``docs/maths.md`` §7): one pass over the state.
 
-With prefix decays P, ``M = F (I + A)^-1 diag(beta)`` and ``W = v - P S k``, an output is ``P S q + M W``. No state enters
-M, so a small kernel makes it, and the large one streams the state against keys and queries. These enter as they
+With prefix decays P, ``M = F (I + A)^-1 diag(beta)`` and ``W = v - P S k``, an output is ``P S q + M W``. No state is
+needed for M: a small kernel makes it, and the large one streams the state against keys and queries. These enter as they
 were given, before normalisation, whose factors are applied to the products: in bf16 they are exact operands.
 
 A state of fp32 becomes an exact sum of three bf16 numbers, so products of the matrix unit have the accuracy of fp32.
