@@ -15,7 +15,7 @@ from replayssm.hf.attachment import attachment_of
 from replayssm.hf.cache import ReplayCache
 from replayssm.hf.forward import Forward
 from replayssm.hf.graph import why_not
-from replayssm.hf.linear import RowProduct
+from replayssm.hf.linear import JoinedProduct, RowProduct
 from replayssm.hf.sampling import Greedy, Gumbel
 from replayssm.hf.step import Step
 
@@ -87,7 +87,7 @@ def _take_over(old: Any, new: Any) -> bool:
         if isinstance(before, Tensor):
             if before.data_ptr() != after.data_ptr():  # else the weight itself
                 before.untyped_storage().copy_(after.untyped_storage(), non_blocking=False)
-        elif not isinstance(before, RowProduct) and before != after:
+        elif not isinstance(before, (RowProduct, JoinedProduct)) and before != after:
             return False
     return True
 

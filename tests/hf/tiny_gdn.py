@@ -38,12 +38,13 @@ MODELS = {
 }  # fmt: skip
 
 
-def fresh_model(name="next", seed=0, **changes):
+def fresh_model(name="next", seed=0, attn_implementation="sdpa", **changes):
     """A new random model; its parameters are spread enough for the likeliest token to stand out."""
     torch.manual_seed(seed)
     make, sizes = MODELS[name]
     ids = dict(eos_token_id=None, pad_token_id=0, bos_token_id=1)
-    model = AutoModelForCausalLM.from_config(make(**{**sizes, **changes}, rope_parameters=_ROPE, **ids)).eval()
+    config = make(**{**sizes, **changes}, rope_parameters=_ROPE, **ids)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)
