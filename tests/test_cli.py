@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_models import save_model
 
 from replayssm.cli import main
 
@@ -26,33 +27,14 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TERM
 PROMPT = "to be, or not to be, or to be"
 
 
-def _save_model(folder: Path, seed: int) -> str:
-    """A random Mamba-2 model of odd sizes with a tokenizer of single bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    config = transformers.Mamba2Config(
-        num_heads=6, head_dim=12, hidden_size=36, state_size=40, n_groups=2, num_hidden_layers=2, vocab_size=256,
-        conv_kernel=3, expand=2, chunk_size=16, tie_word_embeddings=True,
-        eos_token_id=None, pad_token_id=None, bos_token_id=None,
-    )  # fmt: skip
-    torch.manual_seed(seed)
-    transformers.Mamba2ForCausalLM(config).save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return _save_model(tmp_path_factory.mktemp("model"), seed=1)
+    return save_model(tmp_path_factory.mktemp("model"), seed=1)
 
 
 @pytest.fixture(scope="module")
 def draft_model(tmp_path_factory):
-    return _save_model(tmp_path_factory.mktemp("draft"), seed=2)
+    return save_model(tmp_path_factory.mktemp("draft"), seed=2)
 
 
 def _subprocess(*arguments, **options):

@@ -72,7 +72,7 @@ class _Subject:
     def _load(self, loader: Any) -> Any:
         what = "model" if loader is transformers.AutoModelForCausalLM else "tokenizer"
         extra = {"dtype": getattr(torch, self._options.dtype)} if what == "model" else {}
-        return load_pretrained(loader, self._options.model or str(models.path()), what, lambda line: None, **extra)
+        return load_pretrained(loader, self._options.model or str(models.path()), what, **extra)
 
     def _random(self) -> Any:
         hidden, layers = RANDOM_MODELS[str(self._options.random)]
@@ -124,7 +124,7 @@ def _run(subject: _Subject, options: GenerateOptions, batch: int, timer: Timer) 
     return row | {
         **{f"{way.name} tokens/s": each for way, each in zip(ways, speed, strict=True)},
         "x transformers": speed[2] / speed[0], "x replay": speed[2] / speed[1],
-        "x decode": _decode_speed(ways[2]) / _decode_speed(ways[0]),
+        "x decode": _decode_speed(ways[2]) / _decode_speed(ways[0]) if ways[0].results[-1].ids.shape[1] > 1 else None,
         "accepted": stats.accept_rate, "a round": (count - 1) * batch / max(stats.rounds, 1),
     }  # fmt: skip
 

@@ -27,12 +27,16 @@ def run(options: argparse.Namespace) -> int:
     """Measure what the options name and return the exit code; a wrong answer ends it with an error."""
     options.device = _device(options.device)
     _check_output(options)
-    family = importlib.import_module(f"replayssm.bench.{options.family}")
-    fields = dataclasses.fields(options.options_type)
     try:
-        cases = family.cases(options.options_type(**{field.name: getattr(options, field.name) for field in fields}))
+        return _run(options)
     except BadOption as error:
         raise UsageError(str(error)) from None
+
+
+def _run(options: argparse.Namespace) -> int:
+    family = importlib.import_module(f"replayssm.bench.{options.family}")
+    fields = dataclasses.fields(options.options_type)
+    cases = family.cases(options.options_type(**{field.name: getattr(options, field.name) for field in fields}))
     with one_thread() if options.device == "cpu" else contextlib.nullcontext(), torch.no_grad():
         torch.manual_seed(0)
         timer = Timer(options.device, quick=options.quick)

@@ -66,15 +66,13 @@ def load(options: argparse.Namespace) -> Loaded:
 
     name = options.model or models.NAMES[0]
     dtype = getattr(torch, options.dtype)
-    tokenizer = load_pretrained(transformers.AutoTokenizer, _source(name), "tokenizer", say)
-    model = load_pretrained(transformers.AutoModelForCausalLM, _source(name), "model", say, dtype=dtype)
+    tokenizer = load_pretrained(transformers.AutoTokenizer, _source(name), "tokenizer")
+    model = load_pretrained(transformers.AutoModelForCausalLM, _source(name), "model", dtype=dtype)
     if model.num_parameters() < SMALL and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     draft = None
     if options.draft not in ("none", "lookup"):
-        draft = load_pretrained(
-            transformers.AutoModelForCausalLM, _source(options.draft), "draft model", say, dtype=dtype
-        )
+        draft = load_pretrained(transformers.AutoModelForCausalLM, _source(options.draft), "draft model", dtype=dtype)
         draft = draft.to(device).eval()
     input_ids = tokenizer(prompt, return_tensors="pt").input_ids
     if input_ids.shape[1] == 0:
@@ -127,8 +125,3 @@ def _device(name: str) -> torch.device:
         return torch.device(name)
     except RuntimeError:
         raise UsageError(f"--device: '{name}' is no torch device; use 'cpu'") from None
-
-
-def say(message: str) -> None:
-    """Tell on stderr what takes a while."""
-    sys.stderr.write(f"replayssm: {message}\n")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,16 @@ class LoadError(Exception):
     """Something cannot be loaded; the message names it and the reason, in one line."""
 
 
-def load_pretrained(loader: Any, name: str, what: str, say: Callable[[str], object], **options: Any) -> Any:
-    """Call ``loader.from_pretrained``.
+def load_pretrained(loader: Any, name: str, what: str, **options: Any) -> Any:
+    """Call ``loader.from_pretrained`` for a command.
 
-    A hub that does not answer at once is not tried again: what earlier runs have stored is used then.
+    That a hub is asked is told on stderr. One that does not answer at once is not tried again: what earlier runs have
+    stored is used then.
 
     Args:
         loader: an Auto class of transformers.
         name: a folder, or a hub id.
         what: what is loaded, for messages.
-        say: called with a line about what is attempted before the hub is asked.
         options: passed on.
 
     Returns:
@@ -40,7 +40,7 @@ def load_pretrained(loader: Any, name: str, what: str, say: Callable[[str], obje
         raise LoadError(f"cannot load the {what} from '{name}': it is neither a folder nor a hub id")
     unreachable = None
     if not folder.is_dir() and not constants.HF_HUB_OFFLINE:
-        say(f"asking {constants.ENDPOINT} for the {what} '{name}'")
+        sys.stderr.write(f"replayssm: asking {constants.ENDPOINT} for the {what} '{name}'\n")
         unreachable = _unreachable()
     if unreachable is not None:
         options |= {"local_files_only": True}

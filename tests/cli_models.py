@@ -1,0 +1,27 @@
+"""Models that the command line can load from a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+
+def save_model(folder: Path, seed: int) -> str:
+    """A random Mamba-2 model of odd sizes with a tokenizer of single bytes."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    config = transformers.Mamba2Config(
+        num_heads=6, head_dim=12, hidden_size=36, state_size=40, n_groups=2, num_hidden_layers=2, vocab_size=256,
+        conv_kernel=3, expand=2, chunk_size=16, tie_word_embeddings=True,
+        eos_token_id=None, pad_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    transformers.Mamba2ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
