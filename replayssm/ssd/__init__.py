@@ -13,8 +13,9 @@ from replayssm.custom_op import define
 from replayssm.dispatch import implementation
 from replayssm.ssd.arguments import check_chunk_scan
 from replayssm.ssd.checked import check_values
+from replayssm.ssd.pin import pin_mamba_ssm
 
-__all__ = ["chunk_scan"]
+__all__ = ["chunk_scan", "pin_mamba_ssm"]
 
 
 def _run(x: Tensor, *args: Any) -> None:

@@ -31,6 +31,40 @@ def stride(tensor: Tensor | None, axis: int = 0) -> int:
     return 0 if tensor is None else tensor.stride(axis)
 
 
+Where = tuple["Tensor | None", "Tensor | None", "Tensor | None", "Tensor | None"]
+
+
+def launch_sums(
+    dt: Tensor, A: Tensor, dt_bias: Tensor | None, chunk_size: int, dt_softplus: bool, dt_min: float, dt_max: float,
+    where: Where, dt_buffer: Tensor | None, spare: int,
+) -> Tensor:  # fmt: skip
+    """Processed dt and its sums, fp32 ``[2, chunks, H, chunk_size]``.
+
+    Args:
+        dt: ``[tokens, H]``, packed rows.
+        A: ``[H]``, packed.
+        dt_bias: ``[H]``, packed, or None.
+        chunk_size: Q.
+        dt_softplus: see ``replayssm.ssd.chunk_scan``, as the two limits.
+        dt_min: lower limit.
+        dt_max: upper limit.
+        where: cu_seqlens, batch_indices, num_buffered, ring_start.
+        dt_buffer: ``[slots, rows, H]`` with packed rows, or None.
+        spare: chunk numbers that a sequence owns beyond its own tokens' whole chunks.
+    """
+    (tokens, H), sequences = dt.shape, 1 if where[0] is None else where[0].shape[0] - 1
+    chunks = tokens // chunk_size + spare * sequences
+    sums = torch.empty(2, chunks, H, chunk_size, dtype=torch.float32, device=dt.device)
+    chunk_sums[(chunks, triton.cdiv(H, SUM_HEADS))](
+        dt, A, dt_bias, *where, dt_buffer, sums[0], sums[1],
+        dt.stride(0), stride(dt_buffer), stride(dt_buffer, 1), tokens, sequences, H, chunk_size, spare,
+        1 if dt_buffer is None else dt_buffer.shape[1], dt_min, dt_max,
+        HEADS=SUM_HEADS, ROWS=padded(chunk_size), STEPS=sequences.bit_length(), SOFTPLUS=dt_softplus,
+        num_warps=SUM_WARPS,
+    )  # fmt: skip
+    return sums
+
+
 def chunk_scan(
     x: Tensor,
     dt: Tensor,
@@ -71,16 +105,9 @@ def chunk_scan(
     # Chunk numbers that a sequence owns beyond its own tokens' whole chunks.
     spare = 1 if x_buffer is None else ring_len // chunk_size + 2
     chunks = tokens // chunk_size + spare * sequences
-    where = (cu_seqlens, None if batch_indices is None else packed(batch_indices, 0), num_buffered, ring_start)
-    sums = torch.empty(2, chunks, H, chunk_size, dtype=torch.float32, device=x.device)
+    where: Where = (cu_seqlens, None if batch_indices is None else packed(batch_indices, 0), num_buffered, ring_start)
+    sums = launch_sums(dt, A, dt_bias, chunk_size, dt_softplus, dt_min, dt_max, where, dt_buffer, spare)
     entering = torch.empty(chunks, H, P, N, dtype=x.dtype, device=x.device)
-    steps = sequences.bit_length()
-    chunk_sums[(chunks, triton.cdiv(H, SUM_HEADS))](
-        dt, A, dt_bias, *where, dt_buffer, sums[0], sums[1],
-        dt.stride(0), stride(dt_buffer), stride(dt_buffer, 1), tokens, sequences, H, chunk_size, spare, ring_len,
-        dt_min, dt_max, HEADS=SUM_HEADS, ROWS=padded(chunk_size), STEPS=steps, SOFTPLUS=dt_softplus,
-        num_warps=SUM_WARPS,
-    )  # fmt: skip
     tile = state_tile(chunk_size, P, N, x.element_size())
     chunk_boundaries[(sequences * H, triton.cdiv(P, tile.rows) * triton.cdiv(N, tile.columns))](
         x, B, x_buffer, B_buffer, sums[0], sums[1], *where,
@@ -99,6 +126,6 @@ def chunk_scan(
         x.stride(0), B.stride(0), C.stride(0), stride(z), out.stride(0), stride(x_buffer), stride(x_buffer, 1),
         stride(B_buffer), stride(B_buffer, 1), stride(D), 0 if D is None or D.dim() == 1 else D.stride(1),
         tokens, sequences, H, H // G, chunk_size, spare, ring_len,
-        P=P, N=N, BT=rows.rows, BP=rows.columns, BN=rows.states, STEPS=steps, OPERAND=OPERANDS[x.dtype],
-        num_warps=rows.warps, num_stages=rows.stages,
+        P=P, N=N, BT=rows.rows, BP=rows.columns, BN=rows.states, STEPS=sequences.bit_length(),
+        OPERAND=OPERANDS[x.dtype], num_warps=rows.warps, num_stages=rows.stages,
     )  # fmt: skip
