@@ -93,18 +93,18 @@ def assert_close(name: str, actual: Tensor, expected: Tensor, tolerance: Toleran
 
 @contextlib.contextmanager
 def using(module: str) -> Iterator[None]:
-    """Let the public functions run another implementation on the CPU, ``"reference"`` say, for the block.
+    """Let the public functions run another implementation, ``"reference"`` say, on every device for the block.
 
     Example:
         >>> with using("reference"):
         ...     pass
     """
-    before = dispatch.IMPLEMENTATIONS["cpu"]
-    dispatch.IMPLEMENTATIONS["cpu"] = module
+    before = dict(dispatch.IMPLEMENTATIONS)
+    dispatch.IMPLEMENTATIONS.update(dict.fromkeys(before, module))
     try:
         yield
     finally:
-        dispatch.IMPLEMENTATIONS["cpu"] = before
+        dispatch.IMPLEMENTATIONS.update(before)
 
 
 @dataclass(frozen=True)

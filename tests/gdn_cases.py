@@ -1,7 +1,11 @@
-"""Calls of the GDN ops for the tests: memory that nobody may read holds NaN, sizes differ from each other."""
+"""Calls of the GDN ops for the tests: memory that nobody may read holds NaN, sizes differ from each other.
+
+Tensors are made on torch's default device, with the same random numbers everywhere.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -101,8 +105,8 @@ def mtp_call(
     seed: int = 42,
 ) -> MtpCall:
     """A call with descending slots, the last request padding (if there are more than one), NaN in slots not used."""
-    g = torch.Generator().manual_seed(seed)
-    randn = lambda *shape: size * torch.randn(*shape, generator=g)  # noqa: E731
+    g = torch.Generator("cpu").manual_seed(seed)
+    randn = lambda *shape: size * drawn(torch.randn, *shape, generator=g)  # noqa: E731
     indices = torch.arange(batch, 0, -1)
     if batch > 1:
         indices[-1] = -1
@@ -122,8 +126,8 @@ def windows_of_layers(
     dtype: torch.dtype = torch.float32, state_dtype: torch.dtype = torch.float32, size: float = 1.0, seed: int = 7,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Checkpoint and windows of several layers, full of numbers, by argument name."""
-    g = torch.Generator().manual_seed(seed)
-    randn = lambda *shape: size * torch.randn(layers, slots, *shape, generator=g)  # noqa: E731
+    g = torch.Generator("cpu").manual_seed(seed)
+    randn = lambda *shape: size * drawn(torch.randn, layers, slots, *shape, generator=g)  # noqa: E731
     return {
         "checkpoint_state": randn(HV, V, K).to(state_dtype), "rawv_cache": randn(HV, T, V).to(dtype),
         "rawk_cache": randn(H, T, K).to(dtype), "g_cache": -randn(HV, T).abs(),
@@ -175,8 +179,8 @@ def lazy_call(
     state_dtype=torch.float32, seed=0,
 ):  # fmt: skip
     """Requests in random slots; a negative number of live rows makes one padding; nobody's memory holds NaN."""
-    g = torch.Generator().manual_seed(seed)
-    randn = lambda *shape: torch.randn(*shape, generator=g)  # noqa: E731
+    g = torch.Generator("cpu").manual_seed(seed)
+    randn = lambda *shape: drawn(torch.randn, *shape, generator=g)  # noqa: E731
     batch, slots, ring_len = len(live), len(live) + 3, window + T + spare
     ring_dtype = ring_dtype or dtype
     tensors = {
@@ -186,12 +190,12 @@ def lazy_call(
         "beta_cache": poisoned((slots, HV, ring_len), torch.float32),
     }  # fmt: skip
     start, num_live = torch.full((2, slots), -(1 << 30), dtype=torch.int32)
-    indices = torch.randperm(slots, generator=g)[:batch]
+    indices = drawn(torch.randperm, slots, generator=g)[:batch]
     for row, (slot, count) in enumerate(zip(indices.tolist(), live, strict=True)):
         if count < 0:
             indices[row] = -1
             continue
-        start[slot] = int(torch.randint(ring_len, (1,), generator=g)) if starts is None else starts[row]
+        start[slot] = int(drawn(torch.randint, ring_len, (1,), generator=g)) if starts is None else starts[row]
         num_live[slot] = count
         rows = (start[slot] + torch.arange(count)) % ring_len
         tensors["state"][slot] = randn(HV, V, K)
@@ -205,6 +209,11 @@ def lazy_call(
         b=randn(batch, T, HV), dt_bias=randn(HV), output=torch.full((batch, T, HV, V), 3.0).to(dtype),
         state_batch_indices=indices, max_window=window,
     )  # fmt: skip
+
+
+def drawn(draw: Callable[..., Tensor], *args: Any, generator: torch.Generator) -> Tensor:
+    """Random numbers of a generator on the CPU, on the default device."""
+    return draw(*args, generator=generator, device="cpu").to(torch.get_default_device())
 
 
 def normal(tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gdn_cases import WINDOWS, int32, mtp_call, windows_of_layers
+from gdn_cases import WINDOWS, drawn, int32, mtp_call, windows_of_layers
 
 from replayssm.gdn_decode import gated_delta_rule_replayssm_commit as commit
 from replayssm.gdn_decode import gated_delta_rule_replayssm_materialize as materialize
@@ -176,12 +176,12 @@ def test_a_thousand_rounds_of_random_accepts(backend):
     exact["checkpoint_state"] = S = tensors["checkpoint_state"][0, 0].double()
     from replayssm.delta_rule.reference import advance, unit
 
-    g = torch.Generator().manual_seed(3)
+    g = torch.Generator("cpu").manual_seed(3)
     for _, accepted in lifecycle(seed=0, rounds=1000, max_tokens=T):
         for name in RECORDS[:2]:
-            tensors[name].copy_(torch.randn(tensors[name].shape, generator=g))
-        tensors["g_cache"].copy_(-0.05 * torch.rand(tensors["g_cache"].shape, generator=g))
-        tensors["beta_cache"].copy_(torch.rand(tensors["beta_cache"].shape, generator=g))
+            tensors[name].copy_(drawn(torch.randn, tensors[name].shape, generator=g))
+        tensors["g_cache"].copy_(-0.05 * drawn(torch.rand, tensors["g_cache"].shape, generator=g))
+        tensors["beta_cache"].copy_(drawn(torch.rand, tensors["beta_cache"].shape, generator=g))
         v, k, gate, beta = (tensors[name][0, 0] for name in RECORDS)
         for t in range(accepted):
             S = advance(S, unit(k[:, t], True), v[:, t], gate[:, t, None], beta[:, t])

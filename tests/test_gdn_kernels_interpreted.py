@@ -8,11 +8,11 @@ import torch
 pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: tests/gpu", allow_module_level=True)
-from gdn_cases import RINGS, int32, lazy_call, mtp_call, normal, windows_of_layers  # noqa: E402
+from gdn_cases import RINGS, int32, lazy_call, mtp_call, normal, windows_of_layers
 
-from replayssm.gdn_decode import gated_delta_rule_replayssm_commit as commit  # noqa: E402
-from replayssm.gdn_decode import gated_delta_rule_replayssm_materialize as materialize  # noqa: E402
-from replayssm.testing import (  # noqa: E402
+from replayssm.gdn_decode import gated_delta_rule_replayssm_commit as commit
+from replayssm.gdn_decode import gated_delta_rule_replayssm_materialize as materialize
+from replayssm.testing import (
     as_bytes,
     assert_close,
     output_tolerance,
@@ -69,8 +69,13 @@ def test_frozen_with_windows(window_dtype):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"use_qk_l2norm": False}, {"A_log": torch.tensor([-torch.inf, 12.0])}, {"dt_bias": torch.tensor([100.0, -1e4])}]
-)  # fmt: skip
+    "changes",
+    [
+        {"use_qk_l2norm": False},
+        {"A_log": torch.tensor([-torch.inf, 12.0])},
+        {"dt_bias": torch.tensor([100.0, -1e4])},
+    ],
+)
 def test_gates_and_norms(changes):
     check(replace(mtp_call(2, 2, 2, 2, 4, 6), **changes))
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gdn_cases import RINGS, WRITTEN, int32, lazy_call, normal
+from gdn_cases import RINGS, WRITTEN, drawn, int32, lazy_call, normal
 from torch import Tensor
 
 from replayssm import cursors
@@ -103,10 +103,10 @@ def test_extreme_gates(extreme, backend):
 def test_lazy_equals_committing_every_step(backend, dtype):
     """Random lengths and accepts, rings that wrap, a slot used again: states always bit-equal, simt outputs too."""
     H, HV, K, V, window, most, slot = 2, 6, 16, 11, 7, 4, 2
-    ring_len, g = window + most + 2, torch.Generator().manual_seed(4)
-    randn = lambda *shape: torch.randn(*shape, generator=g)  # noqa: E731
+    ring_len, g = window + most + 2, torch.Generator("cpu").manual_seed(4)
+    randn = lambda *shape: drawn(torch.randn, *shape, generator=g)  # noqa: E731
     A_log, dt_bias = randn(HV), randn(HV)
-    pool = cursors.Cursors.allocate(6, torch.device("cpu"))
+    pool = cursors.Cursors.allocate(6, torch.get_default_device())
     index, flushes = torch.tensor([slot]), 0
     for sequence in range(2):
         call = lazy_call((0, 0, 0), most, window, spare=2, dtype=dtype)

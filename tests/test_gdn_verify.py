@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from gdn_cases import WINDOWS, int32, mtp_call, normal
+from gdn_cases import WINDOWS, drawn, int32, mtp_call, normal
 
 from replayssm.gdn_decode import gated_delta_rule_mtp
 from replayssm.testing import as_bytes, assert_close, output_tolerance, poisoned, state_tolerance, using
@@ -168,9 +168,9 @@ def test_scatter_equals_snapshots_equals_updates(batch, T, backend):
 def test_every_split_of_the_tokens_has_the_same_bits(sizes, dtype):
     call = mtp_call(3, 16, *sizes, dtype=dtype)
     whole = call.run()
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator("cpu").manual_seed(1)
     for _ in range(6):
-        cuts = sorted({0, 16, *torch.randint(1, 16, (3,), generator=generator).tolist()})
+        cuts = sorted({0, 16, *drawn(torch.randint, 1, 16, (3,), generator=generator).tolist()})
         state, outputs = call.initial_state.clone(), []
         for first, end in pairwise(cuts):
             part = replace(call.tokens(first, end), initial_state=state).run()

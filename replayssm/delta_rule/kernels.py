@@ -4,9 +4,9 @@ Every operation here has one possible order, so that a token has the same bits i
 products that are added are written as ``fma`` (launch with ``enable_fp_fusion=False``, so that no others are formed),
 and a sum over K is a chain of sums of two, which a layout can only commute.
 
-A state's rows are held as four tensors ``[L, R, C]``, one for each quarter of the columns: C = KP / 4, KP = K rounded up
-to a power of two; row ``r L + l``. L C = 128, so that a warp reads L rows of C columns with one instruction, keys come
-as ``[L, 1, C]`` in the layout in which they are used, and R is what a thread holds in registers.
+A state's rows are held as four tensors ``[L, R, C]``, one for each quarter of the columns: C = KP / 4, KP = K rounded
+up to a power of two; row ``r L + l``. L C = 128, so that a warp reads L rows of C columns with one instruction, keys
+come as ``[L, 1, C]`` in the layout in which they are used, and R is what a thread holds in registers.
 """
 
 import triton

@@ -138,7 +138,10 @@ def replay(
     """Apply records to rows of a state, one after the other.
 
     Args:
-        S0, S1, S2, S3: quarters of the state.
+        S0: first quarter of the state.
+        S1: second.
+        S2: third.
+        S3: fourth.
         v: pointer to the head's values, ``[ring_len, V]``.
         k: pointer to the key head's raw keys, ``[ring_len, K]``.
         g: pointer to the head's log decays, ``[ring_len]``.
@@ -185,7 +188,6 @@ def replay(
             if NORM:
                 x0, x1, x2, x3 = scaled(x0, x1, x2, x3, pick(norms, i))
             S0, S1, S2, S3 = advance(S0, S1, S2, S3, x0, x1, x2, x3, u, pick(decays, i), pick(betas, i))
-            if track is not None:
-                if begin + i == track_step:
-                    store_state(track, S0, S1, S2, S3, in_rows, c, K, MASKED)
+            if track is not None and begin + i == track_step:
+                store_state(track, S0, S1, S2, S3, in_rows, c, K, MASKED)
     return S0, S1, S2, S3

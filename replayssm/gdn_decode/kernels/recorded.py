@@ -1,4 +1,4 @@
-"""Commit and materialize in one launch over layers, requests and heads: stream the state once, apply records in order."""
+"""Commit and materialize, one launch for layers, requests and heads: stream states once, apply records in order."""
 
 import triton
 import triton.language as tl
@@ -62,7 +62,8 @@ def _apply(
 
 def _launch(
     checkpoint_state: Tensor, rings: tuple[Tensor, Tensor, Tensor, Tensor], sources: Tensor, targets: Tensor | None,
-    counts: Tensor, starts: Tensor | None, track_slots: Tensor | None, track_steps: Tensor | None, norm: bool, null: int,
+    counts: Tensor, starts: Tensor | None, track_slots: Tensor | None, track_steps: Tensor | None, norm: bool,
+    null: int,
 ) -> None:  # fmt: skip
     layers, _, HV, V, K = checkpoint_state.shape
     batch, ring_len = sources.shape[0], rings[0].shape[3]

@@ -1,4 +1,4 @@
-"""Verify and the lazy step, token by token: a program holds some rows of a head's state in registers, for all tokens."""
+"""Verify and the lazy step, token by token: a program holds some rows of a head's state in registers throughout."""
 
 import triton
 import triton.language as tl
@@ -83,32 +83,37 @@ def _step(
         if NORM:
             k_norms = inverse_norms(k, token * s_k_t, s_k_k, exists, C, K, K_TYPE)
             q_norms = inverse_norms(q, token * s_q_t, s_q_k, exists, C, K, q.dtype.element_ty)
-        if g_ring is not None:
-            if block == 0:
-                to = ring_row(new, tl.arange(0, TP), ring_len)
-                tl.store(g_ring + to, g, mask=exists)
-                tl.store(beta_ring + to, betas, mask=exists)
+        if g_ring is not None and block == 0:
+            to = ring_row(new, tl.arange(0, TP), ring_len)
+            tl.store(g_ring + to, g, mask=exists)
+            tl.store(beta_ring + to, betas, mask=exists)
 
+        k0, k1, k2, k3 = vector(k, s_k_k, LANES, C, K)
+        q0, q1, q2, q3 = vector(q, s_q_k, LANES, C, K)
+        value = tl.load(v + row * s_v_v, mask=row < V, other=0.0).to(V_TYPE)
         for t in range(T):
             far = tl.full((), t, tl.int64)  # strides may be large
-            k0, k1, k2, k3 = vector(k + far * s_k_t, s_k_k, LANES, C, K)
-            q0, q1, q2, q3 = vector(q + far * s_q_t, s_q_k, LANES, C, K)
-            value = tl.load(v + far * s_v_t + row * s_v_v, mask=row < V, other=0.0).to(V_TYPE)
             if v_ring is not None:
                 to = ring_row(new, t, ring_len)
                 tl.store(v_ring + to * V + row, value, mask=row < V)
                 if (block == 0) & (head % heads_per_key == 0):
                     store_vector(k_ring + to * K, k0, k1, k2, k3, K)
-            k0, k1, k2, k3 = rounded(k0, k1, k2, k3, K_TYPE)
-            q0, q1, q2, q3 = rounded(q0, q1, q2, q3, tl.float32)
+            x0, x1, x2, x3 = rounded(k0, k1, k2, k3, K_TYPE)
+            y0, y1, y2, y3 = rounded(q0, q1, q2, q3, tl.float32)
+            u = value.to(tl.float32)
+            # The next token is on its way while this one is applied.
+            following = far + 1
+            k0, k1, k2, k3 = vector(k + following * s_k_t, s_k_k, LANES, C, tl.where(following < T, K, 0))
+            q0, q1, q2, q3 = vector(q + following * s_q_t, s_q_k, LANES, C, tl.where(following < T, K, 0))
+            ahead = v + following * s_v_t + row * s_v_v
+            value = tl.load(ahead, mask=row < tl.where(following < T, V, 0), other=0.0).to(V_TYPE)
+            factor = scale
             if NORM:
-                k0, k1, k2, k3 = scaled(k0, k1, k2, k3, pick(k_norms, t))
-                q0, q1, q2, q3 = scaled(q0, q1, q2, q3, pick(q_norms, t))
-            q0, q1, q2, q3 = scaled(q0, q1, q2, q3, scale)
-            S0, S1, S2, S3 = advance(
-                S0, S1, S2, S3, k0, k1, k2, k3, value.to(tl.float32), pick(decays, t), pick(betas, t)
-            )
-            o = dot(S0, S1, S2, S3, q0, q1, q2, q3)
+                x0, x1, x2, x3 = scaled(x0, x1, x2, x3, pick(k_norms, t))
+                factor *= pick(q_norms, t)
+            y0, y1, y2, y3 = scaled(y0, y1, y2, y3, factor)
+            S0, S1, S2, S3 = advance(S0, S1, S2, S3, x0, x1, x2, x3, u, pick(decays, t), pick(betas, t))
+            o = dot(S0, S1, S2, S3, y0, y1, y2, y3)
             tl.store(output + far * s_out_t + row, o.to(output.dtype.element_ty), mask=row < V)
             if snapshots is not None:
                 target = snapshots + request * s_snap_b + far * s_snap_t + head * (V * K)

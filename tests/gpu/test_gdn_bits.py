@@ -1,0 +1,169 @@
+"""What the GDN kernels promise on one card: the same bits in every op, batch, tile and launch; graphs; far slots."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from gdn_cases import int32, lazy_call, mtp_call
+
+from replayssm.gdn_decode import gated_delta_rule_checkpointing as checkpointing
+from replayssm.gdn_decode import gated_delta_rule_mtp as mtp
+from replayssm.gdn_decode import gated_delta_rule_replayssm_commit as commit
+from replayssm.gdn_decode import gated_delta_rule_replayssm_materialize as materialize
+from replayssm.testing import as_bytes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
+SIZES = [(16, 32, 128, 128), (2, 6, 64, 96), (1, 3, 256, 72), (3, 3, 33, 128), (2, 4, 96, 64)]
+
+
+@pytest.fixture(autouse=True)
+def _on_the_device():
+    with torch.device("cuda"):
+        yield
+
+
+def decode(call, count):
+    """State and outputs after ``count`` tokens, one call each."""
+    state, outputs = call.initial_state.clone(), []
+    for t in range(count):
+        step = replace(call.tokens(t, t + 1), initial_state=state).run()
+        state = step.initial_state
+        outputs.append(step.output)
+    return state, torch.cat(outputs, 1)
+
+
+@pytest.mark.parametrize("dtype", [bf16, f32])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_every_op_applies_a_token_alike(sizes, dtype):
+    """Verify, its windows committed and materialized, the lazy ring and its flush: the bits of decoding."""
+    H, HV, K, V = sizes
+    call = replace(mtp_call(3, 11, H, HV, K, V, dtype=dtype), backend="simt")
+    _, outputs = decode(call, 11)
+    verified = call.with_windows().run()
+    assert torch.equal(verified.output[:2], outputs[:2])
+    windows = [w[None].clone() for w in verified.windows()]
+    for count in (1, 4, 11):
+        wanted, _ = decode(call, count)
+        poisoned = [w.clone() for w in windows]
+        for window in poisoned:
+            window[:, :, :, count:] = torch.nan
+        committed = call.initial_state.clone()
+        commit(committed[None], *poisoned, call.initial_state_indices, int32([count] * 3))
+        assert torch.equal(as_bytes(committed), as_bytes(wanted))
+        stored = call.initial_state.clone()
+        materialize(stored[None], *poisoned, int32([3, 2]), int32([0, 5]), int32([count, count]))
+        assert torch.equal(stored[[0, 5]], wanted[[3, 2]])
+    flushed = lazily(call, [(4, 3), (1, 1), (3, 0), (5, 5), (2, 2)], 6)
+    assert torch.equal(as_bytes(flushed[0]), as_bytes(decode(call, flushed[1])[0]))
+    assert torch.equal(flushed[2], outputs[:2, : flushed[2].shape[1]])
+
+
+def lazily(call, steps, window):
+    """State after the last flush, the tokens in it, and all accepted outputs, of both live requests."""
+    slots, HV, V, K = call.initial_state.shape
+    H, ring_len, dtype = call.k.shape[2], window + 6, call.k.dtype
+    state = call.initial_state.clone()
+    rings = [
+        torch.full((slots, HV, ring_len, V), torch.nan, dtype=dtype),
+        torch.full((slots, H, ring_len, K), torch.nan, dtype=dtype),
+        *torch.full((2, slots, HV, ring_len), torch.nan),
+    ]
+    start, live, at, folded, outputs = 9, 0, 0, 0, []
+    for T, accepted in steps:
+        part = call.tokens(at, at + T)
+        cursors = [torch.full((slots,), number, dtype=torch.int32) for number in (start, live)]
+        output = checkpointing(
+            state, *rings, *cursors, part.q, part.k, part.v, part.a, part.b, part.A_log, part.dt_bias, scale=call.scale,
+            state_batch_indices=call.initial_state_indices, max_window=window, backend="simt",
+        )  # fmt: skip
+        outputs.append(output[:2, :accepted])
+        if live + T > window and live:
+            start, folded, live = (start + live) % ring_len, folded + live, 0
+        live, at = live + accepted, at + accepted
+    return state, folded, torch.cat(outputs, 1).clone()
+
+
+@pytest.mark.parametrize("state_dtype", [f32, bf16])
+def test_a_request_has_the_same_bits_in_every_batch(state_dtype):
+    """One request of 32 heads, ten and seventy of them take different tiles."""
+    call = replace(mtp_call(70, 4, 16, 32, 128, 128, dtype=bf16, state_dtype=state_dtype), backend="simt")
+    whole = call.run()
+    for rows in ([7], list(range(40, 30, -1))):
+        part = call.rows(rows).run()
+        slots = call.initial_state_indices[rows]
+        assert torch.equal(part.output, whole.output[rows])
+        assert torch.equal(as_bytes(part.initial_state[slots]), as_bytes(whole.initial_state[slots]))
+    lazy = lazy_call((7, 3, 5, 0, 8) * 14, 3, 8, H=16, HV=32, K=128, V=128, dtype=bf16, state_dtype=state_dtype)
+    names = ("q", "k", "v", "a", "b", "output", "state_batch_indices")
+    for backend in ("simt", "tensor_core"):
+        whole = lazy.run(backend=backend)
+        for rows in ([7], list(range(40, 30, -1))):
+            part = lazy.run(backend=backend, **{name: getattr(lazy, name)[rows] for name in names})
+            assert torch.equal(part.output, whole.output[rows])
+            slots = lazy.state_batch_indices[rows]
+            assert torch.equal(as_bytes(part.state[slots]), as_bytes(whole.state[slots]))
+
+
+def test_graphs_read_indices_and_counts_anew():
+    """Verify and commit in one graph, replayed with other inputs, slots and accepted counts."""
+    call = mtp_call(4, 8, 2, 8, 128, 128, dtype=bf16).with_windows()
+    accepts = int32([0, 1, 4, 8])
+    fixed = call.clone()
+
+    def step(c, counts):
+        mtp(**c.arguments())
+        commit(c.initial_state[None], *(w[None] for w in c.windows()), c.initial_state_indices, counts)
+
+    step(call.clone(), accepts)
+    graph, counts = torch.cuda.CUDAGraph(), accepts.clone()
+    with torch.cuda.graph(graph):
+        step(fixed, counts)
+    for round in range(3):
+        other = mtp_call(4, 8, 2, 8, 128, 128, dtype=bf16, seed=round)
+        eager = replace(
+            call, q=other.q, k=other.k, v=other.v, a=other.a, b=other.b,
+            initial_state_indices=call.initial_state_indices.roll(round),
+        ).clone()  # fmt: skip
+        numbers = accepts.roll(-round)
+        for name in ("q", "k", "v", "a", "b", "initial_state_indices", "initial_state", "output"):
+            getattr(fixed, name).copy_(getattr(eager, name))
+        for window, fresh in zip(fixed.windows(), eager.windows(), strict=True):
+            window.copy_(fresh)
+        counts.copy_(numbers)
+        graph.replay()
+        step(eager, numbers)
+        assert all(torch.equal(a, b) for a, b in zip(eager.memory().values(), fixed.memory().values(), strict=True))
+
+
+def test_layers_and_slots_beyond_32_bits():
+    """Slots of 2^19 elements in fp32: the last of 36 layers begin beyond 2^31."""
+    layers, slots, HV, H, T = 36, 120, 32, 16, 2
+    state = torch.empty(layers, slots, HV, 128, 128)  # 9 GB, filled where it is used
+    live, spare = int32([119, 3]), int32([118, 0])
+    for index in (119, 3, 118, 0):
+        state[:, index] = torch.randn(layers, HV, 128, 128)
+    rings = [
+        torch.randn(layers, slots, HV, T, 128).to(bf16), torch.randn(layers, slots, H, T, 128).to(bf16),
+        -torch.rand(layers, slots, HV, T), torch.rand(layers, slots, HV, T),
+    ]  # fmt: skip
+    near = [t[-1:, [3, 119]].contiguous() for t in (state, *rings)]
+    commit(*near, int32([1, 0]), int32([2, 1]))
+    materialize(state, *rings, live, spare, int32([2, 1]))
+    commit(state, *rings, live, int32([2, 1]))
+    assert torch.equal(state[-1, [3, 119]], near[0][0])
+    assert torch.equal(state[:, [118, 0]], state[:, [119, 3]])
+
+
+def test_rejected_rows_of_infinity():
+    call = mtp_call(2, 4, 2, 4, 64, 32)
+    windows = [w[None].clone() for w in call.with_windows().run().windows()]
+    state, clean = call.initial_state.clone(), call.initial_state.clone()
+    commit(clean[None], *windows, int32([2]), int32([2]))
+    for window in windows:
+        window[:, :, :, 2:] = torch.inf
+    commit(state[None], *windows, int32([2]), int32([2]))
+    assert torch.equal(as_bytes(state), as_bytes(clean))
