@@ -21,6 +21,7 @@ LAYERS = [
     {"batch_invariant_decode"},
     {"cache"},
     {"hf", "models"},
+    {"warming"},
     {"testing", "bench"},
     {"cli", "__main__"},
 ]

@@ -55,6 +55,7 @@ class ReplayPool:
         ring_len: rows of the replay ring, ``window + max_tokens``.
         conv_len: rows of the convolution's ring, largest width - 1 + ``max_tokens``.
         rand_seed: int64 ``[1]`` or None.
+        materializer: calls the materialize ops of the layers.
 
     Raises:
         TypeError: a number of another type.
@@ -114,7 +115,7 @@ class ReplayPool:
             self.cursors = Cursors.allocate(num_slots, self.device)
             self.rand_seed = torch.tensor([seed], device=self.device) if stochastic_rounding else None
         self._table = SlotTable(num_slots, self.device)
-        self._materializer = Materializer(self.layers, self.buffers, self.window, self.ring_len)
+        self.materializer = Materializer(self.layers, self.buffers, self.window, self.ring_len)
 
     # ---- slots
 
@@ -273,11 +274,11 @@ class ReplayPool:
         check_device("rewind", rewind, self.cursors.num_live.device)
         if self._reads_values():
             self._check_rewind(src.tolist(), dst.tolist(), rewind.tolist())
-        decays = self._materializer.decays(A)
+        decays = self.materializer.decays(A)
         # Read every cursor before one is written: a destination may be its own source.
         conv_first = self.cursors.conv_start[src] - rewind
         ring_start, prefix_len = self.cursors.ring_start[src], self.cursors.num_live[src] - rewind
-        self._materializer.write_states(src, dst, ring_start, prefix_len, decays)
+        self.materializer.write_states(src, dst, ring_start, prefix_len, decays)
         for layer, buffers in zip(self.layers, self.buffers, strict=True):
             history = torch.arange(layer.conv_width - 1, device=self.device)
             rows = (conv_first.unsqueeze(1) + history) % self.conv_len
