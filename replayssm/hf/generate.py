@@ -284,6 +284,7 @@ def _run(
     check_range("window", window, 1, _MOST_DRAFT_TOKENS + 1)
     with ExitStack() as stack:
         stack.enter_context(attached(model))
+        _check_hooks("model", model)
         if model.device.type == "cuda":  # kernels go to the current device
             stack.enter_context(torch.cuda.device(model.device))
         vocab_size = model.get_output_embeddings().out_features
@@ -309,6 +310,14 @@ def _run(
     return join(input_ids, new, pad_token_id), stats
 
 
+def _check_hooks(name: str, model: PreTrainedModel) -> None:
+    if model._forward_hooks or model._forward_pre_hooks:
+        raise ValueError(
+            f"{name}: expected no forward hooks on the whole model, which are not called, since its base model and its "
+            "head run on their own; hooks on model.base_model and below are called"
+        )
+
+
 def _drafter(
     draft: str | DraftFunction | None,
     draft_model: PreTrainedModel | None,
@@ -325,6 +334,7 @@ def _drafter(
         if draft != "lookup" and draft is not None:
             raise ValueError("draft and draft_model: expected one source of drafts, got both")
         with attached(draft_model):
+            _check_hooks("draft_model", draft_model)
             theirs = draft_model.get_output_embeddings().out_features
             if theirs != vocab_size:
                 raise ValueError(f"draft_model: expected the model's vocabulary of {vocab_size} ids, got {theirs}")

@@ -207,3 +207,16 @@ def test_scores_that_are_no_numbers_name_their_row(options):
 def test_no_token_left_by_the_processors():
     with pytest.raises(ValueError, match="minus infinity alone in row 0 for token 2"):
         generate(fresh_model(), [[3, 4]], logits_processor=[lambda ids, scores: scores - torch.inf])
+
+
+def test_hooks_that_would_not_be_called_are_refused():
+    model, calls = fresh_model(), []
+    hook = model.register_forward_hook(lambda *_: calls.append(1))
+    for options in (dict(model=model), dict(model=fresh_model(), draft_model=model)):
+        with pytest.raises(ValueError, match=r"model: expected no forward hooks on the whole model"):
+            hf.generate(input_ids=torch.tensor([[3, 4]]), **options)
+    assert attachment_of(model) is None
+    hook.remove()
+    model.base_model.register_forward_pre_hook(lambda *_: calls.append(1))
+    _, stats = generate(model, [[3, 4]], draft=None)
+    assert len(calls) == stats.rounds + 1
