@@ -159,6 +159,12 @@ FAMILIES = {
         state_dtypes=("fp32", "bf16", "fp16", "int8", "fp8"),
         modes=("hold", "mix", "flush"),
     ),
+    "gdn": Family(
+        summary="Gated DeltaNet: verify, commit, and decoding in place and with the lazy ring",
+        ops=("verify", "commit", "update", "lazy"),
+        state_dtypes=("fp32", "bf16", "fp16"),
+        modes=("frozen", "windows"),
+    ),
 }
 
 

@@ -7,7 +7,8 @@ states, live rows, tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -144,8 +145,8 @@ def _step_peers(line: Step, pools: list[dict[str, Any]], peers: bool, timer: Tim
         return {"flashinfer_us": ours, "plain_us": plain, "peers": ours and flashinfer.PUBLISHED}
     scaled = pools[0]["state_scale"] is not None
     kernels = ("monolith",) if scaled else ("monolith", "two-kernel")
-    ring = [_peer(timer, [flashinfer.checkpointing_ssu(pool, kernel) for pool in pools]) for kernel in kernels]
-    plain = None if scaled else _peer(timer, [flashinfer.selective_state_update(pool) for pool in pools])
+    ring = [_peer(timer, partial(flashinfer.checkpointing_ssu, algorithm=kernel), pools) for kernel in kernels]
+    plain = None if scaled else _peer(timer, flashinfer.selective_state_update, pools)
     return {
         "flashinfer_us": min((micros for micros in ring if micros is not None), default=None),
         "plain_us": plain,
@@ -153,13 +154,15 @@ def _step_peers(line: Step, pools: list[dict[str, Any]], peers: bool, timer: Tim
     }
 
 
-def _peer(timer: Timer, calls: list[Callable[[], object]]) -> float | None:
-    """Time a peer; None if it refuses these shapes, or does not compile here."""
+def _peer(timer: Timer, call_on: Callable[[Any], Callable[[], object]], buffers: Iterable[Any]) -> float | None:
+    """Time a peer; None, with a warning, if it refuses these shapes or does not compile here."""
     try:
+        calls = [call_on(each) for each in buffers]
         for call in calls:
             call()
         return timer.micros({"us": calls})["us"]
-    except (RuntimeError, ValueError, AssertionError, OSError):
+    except (RuntimeError, ValueError, AssertionError, OSError, ImportError) as error:
+        warnings.warn(f"FlashInfer was not timed: {str(error)[:200]}", stacklevel=2)
         return None
 
 
@@ -186,7 +189,7 @@ def _run_materialize(line: Materialize, peers: bool, timer: Timer) -> Row:
         return row | {"flashinfer_us": None, "peers": None}
     found = flashinfer.version()
     if found is not None:
-        theirs = _peer(timer, [flashinfer.replayssm_materialize(tables, options)] * 3)
+        theirs = _peer(timer, lambda _: flashinfer.replayssm_materialize(tables, options), range(3))
         return row | {"flashinfer_us": theirs, "peers": f"FlashInfer {found}, this run"}
     known = None
     if _is_h200():
