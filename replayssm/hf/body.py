@@ -110,7 +110,8 @@ class Body:
         """Call the model; ``one_by_one`` says whether experts have to treat every token alike."""
         for block in self._routed:
             block.one_by_one = one_by_one and self._on_cpu
-        return self._model(**arguments)
+        # Not called as a module: the attached model's own call has run its hooks.
+        return self._model.forward(**arguments)
 
 
 def _exchange(module: nn.Module, exchanged: dict[int, nn.Module], outermost: bool = False) -> nn.Module:
