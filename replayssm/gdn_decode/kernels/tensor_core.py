@@ -25,14 +25,15 @@ _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 
 
 @triton.jit
-def _part(x, SPLIT: tl.constexpr):
-    """The leading 8 bits of fp32 numbers, and the rest; without SPLIT the numbers and zeros."""
-    if SPLIT:
-        bits = x.to(tl.int32, bitcast=True)
-        head = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        return head, x - (bits & -65536).to(tl.float32, bitcast=True)
+def _part(x, OPERAND: tl.constexpr):
+    """The leading 8 bits of fp32 numbers as bf16 (or, where products of that are wrong, as fp32), and the rest."""
+    bits = x.to(tl.int32, bitcast=True)
+    head = (bits & -65536).to(tl.float32, bitcast=True)
+    rest = x - head
+    if OPERAND.primitive_bitwidth == 16:
+        return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), rest
     else:
-        return x, x * 0.0
+        return head, rest
 
 
 @triton.jit
@@ -156,7 +157,7 @@ def _verify(
     s_v_v, s_read, T, HV, heads_per_key,
     V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, KB: tl.constexpr, BV: tl.constexpr, WARPS: tl.constexpr,
     TP: tl.constexpr, E: tl.constexpr, STATE_PARTS: tl.constexpr, INPUT_PARTS: tl.constexpr, K_TYPE: tl.constexpr,
-    V_TYPE: tl.constexpr, SPLIT: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr, EARLY: tl.constexpr,
+    V_TYPE: tl.constexpr, OPERAND: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Outputs of BV rows of one head, from KB columns of the state at a time; records of v.
 
@@ -202,23 +203,19 @@ def _verify(
             queries = tl.load(q + c[None, :] * s_q_k, mask=in_q[:, None] & (c < K)[None, :], other=0.0)
             S = tl.reshape(S.to(tl.float32), (8, BV // (16 * WARPS), 2, WARPS, KB // (4 * E), 4, E // 2, 2))
             S = tl.reshape(tl.permute(S, (1, 3, 2, 0, 4, 6, 5, 7)), (BV, KB))
-            if SPLIT and INPUT_PARTS == 1:
-                x0 = _operand_order(keys.to(tl.bfloat16) + queries, 2 * TP, KB, E)
-            else:
+            x0 = _operand_order(keys.to(OPERAND) + queries.to(OPERAND), 2 * TP, KB, E)
+            if INPUT_PARTS > 1:
                 x = _operand_order(keys.to(tl.float32) + queries.to(tl.float32), 2 * TP, KB, E)
-                x0, rest = _part(x, SPLIT)
-                x1, rest = _part(rest, SPLIT)
-                x2, _ = _part(rest, SPLIT)
+                x0, rest = _part(x, OPERAND)
+                x1, rest = _part(rest, OPERAND)
+                x2, _ = _part(rest, OPERAND)
             for i in tl.static_range(STATE_PARTS):
-                s, S = _part(S, SPLIT)
-                if SPLIT:
-                    products = tl.dot(s, tl.trans(x0), products)
-                    if INPUT_PARTS > 1 and i < 2:
-                        products = tl.dot(s, tl.trans(x1), products)
-                    if INPUT_PARTS > 2 and i < 1:
-                        products = tl.dot(s, tl.trans(x2), products)
-                else:
-                    products = tl.dot(s, tl.trans(x0), products, input_precision="ieee")
+                s, S = _part(S, OPERAND)
+                products = tl.dot(s, tl.trans(x0), products, input_precision="ieee")
+                if INPUT_PARTS > 1 and i < 2:
+                    products = tl.dot(s, tl.trans(x1), products, input_precision="ieee")
+                if INPUT_PARTS > 2 and i < 1:
+                    products = tl.dot(s, tl.trans(x2), products, input_precision="ieee")
         if rawv is not None:
             tl.store(rawv + (slot * s_rawv + head * (T * V)) + t[:, None] * V + n[None, :], values, mask=v_in)
         if not EARLY:
@@ -228,21 +225,18 @@ def _verify(
         products = products * factors[None, :]
         Sk, _ = _halves(products)
         W = tl.trans(_held(values, ASM)).to(tl.float32) - Sk
-        if SPLIT:
-            W0, rest = _part(W, True)
-            W1, rest = _part(rest, True)
-            W2, _ = _part(rest, True)
-            M0, rest = _part(M, True)
-            M1, rest = _part(rest, True)
-            M2, _ = _part(rest, True)
-            # The six largest of the nine products in one, the small ones first; two terms are zero.
-            W = _side_by_side(_side_by_side(W0, W0), _side_by_side(W1, W0))
-            M = _stacked(_stacked(M0 * 0, M0 * 0), _stacked(M1, M2))
-            W = _side_by_side(W, _side_by_side(_side_by_side(W2, W1), _side_by_side(W0, W0)))
-            M = _stacked(M, _stacked(_stacked(M0, M0), _stacked(M1, M0)))
-            products = tl.dot(W, M, products)
-        else:
-            products += tl.sum(W[:, :, None] * M[None, :, :], 1)
+        W0, rest = _part(W, OPERAND)
+        W1, rest = _part(rest, OPERAND)
+        W2, _ = _part(rest, OPERAND)
+        M0, rest = _part(M, OPERAND)
+        M1, rest = _part(rest, OPERAND)
+        M2, _ = _part(rest, OPERAND)
+        # The six largest of the nine products in one, the small ones first; two terms are zero.
+        W = _side_by_side(_side_by_side(W0, W0), _side_by_side(W1, W0))
+        M = _stacked(_stacked(M0 * 0, M0 * 0), _stacked(M1, M2))
+        W = _side_by_side(W, _side_by_side(_side_by_side(W2, W1), _side_by_side(W0, W0)))
+        M = _stacked(M, _stacked(_stacked(M0, M0), _stacked(M1, M0)))
+        products = tl.dot(W, M, products, input_precision="ieee")
         _, out = _halves(products)
         to = output + request * s_out_b + head * V + t[None, :] * s_out_t + n[:, None]
         tl.store(to, out.to(output.dtype.element_ty), mask=(t < T)[None, :] & (n < V)[:, None])
@@ -300,8 +294,8 @@ def verify(
         initial_state.stride(0), *output.stride()[:2], stride(rawv, 0), *q.stride(), *k.stride(), *v.stride(),
         initial_state_indices.stride(0), T, HV, HV // H,
         V=V, K=K, KP=tile.columns, KB=tile.block, BV=tile.rows, WARPS=tile.warps, TP=tile.tokens,
-        E=16 // initial_state.element_size(), STATE_PARTS=1 if interpreted else _PARTS[initial_state.dtype],
+        E=16 // initial_state.element_size(), STATE_PARTS=_PARTS[initial_state.dtype],
         INPUT_PARTS=parts, K_TYPE=_TYPES[k.dtype if rawk is None else rawk.dtype],
-        V_TYPE=_TYPES[v.dtype if rawv is None else rawv.dtype], SPLIT=not interpreted, ASM=overlap, OVERLAP=overlap,
-        EARLY=tile.early, num_warps=tile.warps, num_stages=1, **options,
+        V_TYPE=_TYPES[v.dtype if rawv is None else rawv.dtype], OPERAND=tl.float32 if interpreted else tl.bfloat16,
+        ASM=overlap, OVERLAP=overlap, EARLY=tile.early, num_warps=tile.warps, num_stages=1, **options,
     )  # fmt: skip
