@@ -135,15 +135,16 @@ def test_verify_and_commit_equal_decoding_bit_for_bit():
     assert torch.equal(as_bytes(state), as_bytes(single))
 
 
+@pytest.mark.parametrize("backend", ["simt", "tensor_core"])
 @pytest.mark.parametrize(("T", "state_dtype", "ring_dtype"), [(1, f32, f32), (2, f16, f32), (2, f32, f16)])
-def test_lazy_steps(T, state_dtype, ring_dtype):
+def test_lazy_steps(T, state_dtype, ring_dtype, backend):
     window = 5
     call = lazy_call(
         (0, 3, -1, window - T, window), T, window, H=1, HV=2, K=6, V=3, spare=1, ring_dtype=ring_dtype,
         state_dtype=state_dtype,
     )  # fmt: skip
     with using("kernels"):
-        actual = call.run()
+        actual = call.run(backend=backend)
     with using("reference"):
         expected = call.run()
     assert torch.equal(actual.state.isnan(), expected.state.isnan())

@@ -68,3 +68,8 @@ def tensor_core_tile(V: int, K: int, state_bytes: int, seq_len: int) -> TensorCo
     columns = max(64 // state_bytes, next_power_of_2(K))
     rows = max(16, min(64, next_power_of_2(V)))
     return TensorCoreTile(8 if seq_len <= 8 else 16, columns, min(columns, 128), rows, rows // 16, registers=128)
+
+
+def lazy_tile(V: int, K: int, heads: int) -> Tile:
+    """Tile of the lazy step in which queries are carried back; see ``simt_tile``."""
+    return simt_tile(V, K, heads)

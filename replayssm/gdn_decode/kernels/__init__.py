@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from replayssm.gdn_decode.kernels import simt
+from replayssm.gdn_decode.kernels import lazy, simt, tensor_core
 from replayssm.gdn_decode.kernels.recorded import (
     gated_delta_rule_replayssm_commit,
     gated_delta_rule_replayssm_materialize,
@@ -46,6 +46,12 @@ def gated_delta_rule_mtp(
     backend: str,
 ) -> None:
     """See ``replayssm.gdn_decode.gated_delta_rule_mtp``; ``update`` is the opposite of ``disable_state_update``."""
+    if backend == "tensor_core" and snapshots is None and not update:
+        tensor_core.verify(
+            initial_state, output, rawv, rawk, g_window, beta_window, q, k, v, initial_state_indices, A_log, a, dt_bias,
+            b, scale, use_qk_l2norm, backend,
+        )  # fmt: skip
+        return
     simt.verify(
         initial_state, output, snapshots, rawv, rawk, g_window, beta_window, q, k, v, initial_state_indices,
         output_state_indices, ssm_state_indices, A_log, a, dt_bias, b, scale, update, use_qk_l2norm,
@@ -76,7 +82,8 @@ def gated_delta_rule_checkpointing(
     backend: str,
 ) -> None:
     """See ``replayssm.gdn_decode.gated_delta_rule_checkpointing``; ``window`` is the window in force."""
-    simt.checkpointing(
+    run = lazy.checkpointing if backend == "tensor_core" else simt.checkpointing
+    run(
         state, v_cache, k_cache, g_cache, beta_cache, output, ring_start, num_live, q, k, v, a, b, A_log, dt_bias,
         state_batch_indices, pad_slot_id, scale, window, use_qk_l2norm,
     )  # fmt: skip
