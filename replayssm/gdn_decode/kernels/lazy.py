@@ -1,7 +1,7 @@
 """The lazy step without rebuilding the state: queries are carried back through the tokens, newest first.
 
 With ``S_t = decay_t S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T`` an output ``S_n q`` is ``S_0 z`` plus a sum of
-values, where z starts as q and each token turns it into ``decay (z - c k)``, ``c = beta k^T z``, and adds ``c v``. So the
+values: z starts as q, and each token turns it into ``decay (z - c k)``, ``c = beta k^T z``, and adds ``c v``. So the
 state is only multiplied with one vector per query. Products are fp32. A query sits where a row of the state does in the
 other kernels (``delta_rule/kernels.py``), L of them side by side.
 """
