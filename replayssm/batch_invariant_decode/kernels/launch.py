@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from replayssm.batch_invariant_decode.configs import step_tile
+from replayssm.batch_invariant_decode.configs import prepare_tile, step_tile
 from replayssm.batch_invariant_decode.kernels.prepare import prepare_step
 from replayssm.batch_invariant_decode.kernels.step import score_step
 from replayssm.ssd.configs import padded
 from replayssm.ssd.kernels.constants import SUM_HEADS, SUM_WARPS
 from replayssm.ssd.kernels.launch import OPERANDS, packed, stride
+
+
+@cache
+def overlapping(device: torch.device) -> bool:
+    """Whether the second launch may begin before the first has ended: from compute capability 9.0 on."""
+    if triton.knobs.runtime.interpret or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 class Workspace(NamedTuple):
@@ -134,20 +143,25 @@ def _launch(
     flat, per_group = chunk_starts is not None, H // G
     slots, A = packed(slots, 0), packed(A, 0)
     dt_bias = None if dt_bias is None else packed(dt_bias, 0)
-    tile = step_tile(P, N, new.x.element_size(), lanes * H)
+    tile = step_tile(P, N, new.x.element_size(), T, lanes * H)
+    first = prepare_tile(chunk_size, N, new.x.element_size())
     work = Workspace.allocate(lanes, H, T, chunk_size, new.x)
     padded_rows = padded(chunk_size)
     by_lane = lambda tensor: 0 if flat or tensor is None else tensor.stride(0)  # noqa: E731
-    shared = {"P": P, "N": N, "ROWS": padded_rows, "TOKENS": padded(T), "FLAT": flat, "OPERAND": OPERANDS[new.x.dtype]}
+    overlap = overlapping(new.x.device)
+    shared = {
+        "P": P, "N": N, "ROWS": padded_rows, "TOKENS": padded(T), "FLAT": flat, "OVERLAP": overlap,
+        "OPERAND": OPERANDS[new.x.dtype],
+    }  # fmt: skip
     prepare_step[(lanes * G * triton.cdiv(per_group, SUM_HEADS),)](
         *rows, num_buffered, ring_start, slots, chunk_starts, *new, A, dt_bias, *work,
         stride(rows.x), stride(rows.z), stride(rows.dt), stride(rows.B), stride(rows.C),
         rows.x.stride(1), rows.dt.stride(1), rows.B.stride(1),
         *(by_lane(tensor) for tensor in new), *(stride(tensor, 1) for tensor in new),
         T, ring_len, H, G, per_group, chunk_size, dt_min, dt_max,
-        HEADS=SUM_HEADS, TOGETHER=1 if T == 1 else 4, BN=min(128, padded(N)),
+        HEADS=SUM_HEADS, TOGETHER=1 if T == 1 else 4, BN=first.columns,
         WIDTH=triton.next_power_of_2(SUM_HEADS * P), WIDTH_N=padded(N), SOFTPLUS=dt_softplus, num_warps=SUM_WARPS,
-        **shared,
+        maxnreg=first.registers, **shared,
     )  # fmt: skip
     score_step[(lanes * H * triton.cdiv(P, tile.rows),)](
         ssm_state, rows.x, rows.B, num_buffered, ring_start, target_rows, chunk_flags, out, new.x, new.z, new.C, D,
@@ -157,5 +171,6 @@ def _launch(
         new.x.stride(1), stride(new.z, 1), stride(new.C, 1),
         stride(D), 0 if D is None or D.dim() == 1 else D.stride(1), T, ring_len, H, per_group, chunk_size,
         NP=padded(N), BP=tile.rows, FP=tile.fold_rows, BT=min(tile.tokens, padded_rows), ONE=T == 1,
-        LAZY=ring_start is not None, num_warps=tile.warps, num_stages=tile.stages, **shared,
+        LAZY=ring_start is not None, num_warps=tile.warps, num_stages=tile.stages,
+        maxnreg=tile.registers, launch_pdl=overlap, **shared,
     )  # fmt: skip

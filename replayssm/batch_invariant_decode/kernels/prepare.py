@@ -6,6 +6,7 @@ weights that the scan forms from ``C_t B_j`` and the sums leave here rounded, as
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from replayssm.ssd.kernels.arithmetic import fold_scale, processed, sums, weights
 from replayssm.ssd.kernels.constants import PER_CALL
@@ -61,9 +62,11 @@ def prepare_step(
     seq_len, ring_len, nheads, ngroups, heads_per_group, chunk_size, dt_min, dt_max,
     P: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     TOGETHER: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr, WIDTH_N: tl.constexpr, SOFTPLUS: tl.constexpr,
-    FLAT: tl.constexpr, OPERAND: tl.constexpr,
+    FLAT: tl.constexpr, OPERAND: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (lane, group, eight of its heads)."""
+    if OVERLAP:
+        gdc_launch_dependents()
     blocks = tl.cdiv(heads_per_group, HEADS)
     block = tl.program_id(0) % blocks
     group = tl.program_id(0) // blocks % ngroups
@@ -128,7 +131,7 @@ def prepare_step(
         if end > chunk * chunk_size and live < (chunk + 1) * chunk_size:
             products = tl.zeros((ROWS, TOKENS), tl.float32)
             B_at = tl.where(is_old, B_rows + ring * s_B_row, B + (position - live) * s_B)
-            for n0 in tl.static_range(0, N, BN):
+            for n0 in tl.range(0, N, BN):
                 n = n0 + tl.arange(0, BN)
                 B_tile = tl.load(B_at[:, None] + n[None, :], mask=inside[:, None] & (n < N)[None, :], other=0.0)
                 C_at = C + (t * s_C)[None, :] + n[:, None]

@@ -7,6 +7,7 @@ its rows in smaller blocks, and folds before and between.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from replayssm.batch_invariant_decode.kernels.prepare import lane_rows, ring_row
 from replayssm.ssd.kernels.arithmetic import finished, fold_columns, holds_no_number
@@ -91,9 +92,9 @@ def score_step(
     s_D_head, s_D_element, seq_len, ring_len, nheads, heads_per_group, chunk_size,
     P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BP: tl.constexpr,
     FP: tl.constexpr, BT: tl.constexpr, ONE: tl.constexpr, LAZY: tl.constexpr, FLAT: tl.constexpr,
-    OPERAND: tl.constexpr,
+    OPERAND: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (lane, head, block of rows)."""
+    """Program (lane, head, block of rows). What the other launch leaves is read behind ``gdc_wait``."""
     PARTS: tl.constexpr = (P + BP - 1) // BP
     part = tl.program_id(0) % PARTS
     head = tl.program_id(0) // PARTS % nheads
@@ -111,6 +112,8 @@ def score_step(
     if FLAT:
         slot, live, start = lane_rows(lane, slots, num_buffered, ring_start, chunk_starts, FLAT)
     if slot < 0:
+        if OVERLAP:
+            gdc_wait()
         if not FLAT:
             zero = tl.zeros((BP, TOKENS), out.dtype.element_ty)
             tl.store(out + (t * s_out)[None, :] + p[:, None], zero, mask=p_in[:, None] & (t < seq_len)[None, :])
@@ -132,6 +135,8 @@ def score_step(
         if z is not None:
             z += (start + live) * s_z
     C_tile = tl.load(C_at, mask=(t < seq_len)[None, :] & (n < N)[:, None], other=0.0)
+    if OVERLAP:
+        gdc_wait()
     if not FLAT:
         start = tl.load(cursors + 2 * lane).to(tl.int64)
         live = tl.load(cursors + 2 * lane + 1)
@@ -151,49 +156,33 @@ def score_step(
         folds = live >= chunk_size
         full = live + seq_len > chunk_size if LAZY else live + seq_len >= chunk_size
     if folds | full:
-        c = 0
-        if LAZY:  # noqa: SIM102 - one is known when compiling, the other is not
-            if folds:
-                c = 1
-        rest = tl.minimum(seq_len, (c + 1) * chunk_size - live)  # tokens in this chunk
-        crosses = full
-        if LAZY:
-            crosses = live + seq_len > (c + 1) * chunk_size
-        origin = ring_row(start, c * chunk_size, ring_len)
+        end = live + seq_len
         for q0 in range(0, BP, FP):
             q = part * BP + q0 + tl.arange(0, FP)
             q_in = q < P
             at = ssm_state + q[:, None] * N + n[None, :]
-            block_in = q_in[:, None] & (n < N)[None, :]
-            block = tl.load(at, mask=block_in, other=0.0)
-            if c == 1:
-                block = _folded(
-                    block, x_rows, B_rows, fold_scales, tl.load(fold_decays), q_in, q, start,
-                    chunk_size, s_x_row, s_B_row, ring_len, N, BT, OPERAND,
-                )  # fmt: skip
-                tl.store(at, block, mask=block_in)
-            y = _score(
-                block, C_tile, x_rows, row_weights, row_decays, q_in, q, origin, live - c * chunk_size,
-                live + rest - 1 - c * chunk_size, s_x_row, seq_len, ring_len, ROWS, BT, ONE, OPERAND,
-            )  # fmt: skip
+            block = tl.load(at, mask=q_in[:, None] & (n < N)[None, :], other=0.0)
             skip_q = None
             if D is not None:
                 skip_q = tl.load(D + head * s_D_head + q * s_D_element, mask=q_in, other=0.0).to(tl.float32)
-            _write(y, x, z, skip_q, out, q, q_in, 0, rest, s_x, s_z, s_out)
-            if crosses:
-                block = _folded(
-                    block, x_rows, B_rows, fold_scales + c * nheads * ROWS, tl.load(fold_decays + c * nheads), q_in, q,
-                    origin, live + 1 if FLAT else chunk_size, s_x_row, s_B_row, ring_len, N, BT, OPERAND,
-                )  # fmt: skip
-                if LAZY:
-                    after = ring_row(start, (c + 1) * chunk_size, ring_len)
+            for c in range(0, (end - 1) // chunk_size + 1):
+                origin = ring_row(start, c * chunk_size, ring_len)
+                before = live - c * chunk_size
+                if before < chunk_size:
+                    last = tl.minimum(before + seq_len, chunk_size)
                     y = _score(
-                        block, C_tile, x_rows, row_weights, row_decays, q_in, q, after, live - (c + 1) * chunk_size,
-                        live + seq_len - 1 - (c + 1) * chunk_size, s_x_row, seq_len, ring_len, ROWS, BT, ONE, OPERAND,
+                        block, C_tile, x_rows, row_weights, row_decays, q_in, q, origin, before, last - 1, s_x_row,
+                        seq_len, ring_len, ROWS, BT, ONE, OPERAND,
                     )  # fmt: skip
-                    _write(y, x, z, skip_q, out, q, q_in, rest, seq_len, s_x, s_z, s_out)
-                else:
-                    tl.store(at, block, mask=block_in)
+                    _write(y, x, z, skip_q, out, q, q_in, tl.maximum(-before, 0), last - before, s_x, s_z, s_out)
+                if end > (c + 1) * chunk_size or not LAZY:
+                    block = _folded(
+                        block, x_rows, B_rows, fold_scales + c * nheads * ROWS, tl.load(fold_decays + c * nheads), q_in,
+                        q, origin, live + 1 if FLAT else chunk_size, s_x_row, s_B_row, ring_len, N, BT, OPERAND,
+                    )  # fmt: skip
+                    # Beyond the first chunk it is not known yet which tokens will stay.
+                    if not LAZY or (c == 0 and folds):
+                        tl.store(at, block, mask=q_in[:, None] & (n < N)[None, :])
     else:
         y = _score(
             state, C_tile, x_rows, row_weights, row_decays, p_in, p, start, live, live + seq_len - 1, s_x_row, seq_len,
