@@ -75,11 +75,12 @@ def test_every_state_type_is_checked_and_timed(capsys, state):
     assert (step["plain_us"] is None) == (state in ("int8", "fp8"))
 
 
-def test_the_ordinary_step_computes_what_a_step_does():
-    live = torch.zeros(3, dtype=torch.int64)
-    buffers = mamba_buffers.step_buffers(3, 6, 2, 1, "fp32", live)
+@pytest.mark.parametrize(("tokens", "state"), [(1, "fp32"), (3, "fp32"), (3, "bf16")])
+def test_the_ordinary_step_computes_what_a_step_does(tokens, state):
+    live = torch.zeros(5, dtype=torch.int64)
+    buffers = mamba_buffers.step_buffers(5, 6, 2, tokens, state, live)
     expected = family.checkpointing_ssu(**{**buffers, "out": None})
-    verify("ordinary step", mamba_buffers.ordinary_step(buffers), expected, 1e-6)
+    verify("ordinary step", mamba_buffers.ordinary_step(buffers)(), expected, 1e-6)
 
 
 @pytest.mark.parametrize("name", ["out", "state", "dt_cache", "x_cache"])

@@ -59,7 +59,10 @@ def _json(capsys, *arguments):
     return json.loads(out)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["info", "--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["generate", "--help"], ["info", "--help"], ["bench", "--help"], ["bench", "mamba", "--help"]],
+)
 def test_help(capsys, arguments):
     assert main(arguments) == 0
     assert "usage: replayssm" in capsys.readouterr().out

@@ -17,7 +17,6 @@ import torch
 
 from replayssm.bench import BadOption, Case, Options, Row, Tables, flashinfer, vary
 from replayssm.bench.mamba_buffers import (
-    DTYPES,
     WINDOW,
     check_materialize,
     check_step,
@@ -29,7 +28,7 @@ from replayssm.bench.mamba_buffers import (
     step_bytes,
 )
 from replayssm.bench.plot import Panel, Plot, Series
-from replayssm.bench.timing import Timer
+from replayssm.bench.timing import Calls, Timer
 from replayssm.mamba import checkpointing_ssu, replayssm_materialize
 
 LAYERS = {"cuda": 24, "cpu": 2}
@@ -118,21 +117,20 @@ def _run_step(line: Step, peers: bool, timer: Timer) -> Row:
     pools = [step_buffers(line.batch, line.heads, line.groups, line.tokens, line.state, live)
              for _ in range(timer.sets(one))]  # fmt: skip
     error = check_step(_label(line), pools[0])
-    ways = {"us": [partial(checkpointing_ssu, **pool) for pool in pools]}
+    ways: dict[str, Calls] = {"us": [partial(checkpointing_ssu, **pool) for pool in pools]}
+    on_cpu = timer.device.type == "cpu"
+    if on_cpu and peers and pools[0]["state_scale"] is None:
+        ways["plain_us"] = [ordinary_step(pool) for pool in pools]
     times = timer.micros(ways)
     moved = step_bytes(line.heads, line.groups, line.tokens, line.state, live, pools[0]["x"].element_size())
     floor = moved / timer.ceiling
     row = _columns(line) | {
         "us": times["us"], "bytes": moved, "floor_us": floor, "of_ceiling": floor / times["us"], "error": error,
     }  # fmt: skip
-    return row | (_step_peers_cpu if timer.device.type == "cpu" else _step_peers)(line, pools, peers, timer)
-
-
-def _step_peers_cpu(line: Step, pools: list[dict[str, Any]], peers: bool, timer: Timer) -> Row:
-    plain = None
-    if peers and DTYPES[line.state].is_floating_point and line.state != "fp8":
-        plain = timer.micros({"plain": [partial(ordinary_step, pool) for pool in pools]})["plain"]
-    return {"flashinfer_us": None, "plain_us": plain, "peers": None if plain is None else "torch operations, this run"}
+    if not on_cpu:
+        return row | _step_peers(line, pools, peers, timer)
+    plain = times.get("plain_us")
+    return row | {"flashinfer_us": None, "plain_us": plain, "peers": plain and "torch operations, this run"}
 
 
 def _step_peers(line: Step, pools: list[dict[str, Any]], peers: bool, timer: Timer) -> Row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -202,21 +203,31 @@ def check_materialize(name: str, pool: list[dict[str, Any]], tables: list[Tensor
     return _verify_states(name, state, _STATE_LIMIT[state], actual, expected)
 
 
-def ordinary_step(buffers: dict[str, Any]) -> Tensor:
-    """What a decoder without a ring does, in torch operations: update the state of every request for each token.
+def ordinary_step(buffers: dict[str, Any]) -> Callable[[], Tensor]:
+    """Return what a decoder without a ring does, in torch operations on the same buffers: the state changes in place.
 
-    With several tokens, of which some may be rejected, a copy of the state is kept behind each of them.
+    With several tokens, of which some may be rejected, it keeps a copy of the state behind each of them.
     """
-    state, x = buffers["state"], buffers["x"]
-    slots = buffers["state_batch_indices"].long()
-    per_group = x.shape[2] // buffers["B"].shape[2]
-    A, D, bias = buffers["A"][:, 0, 0], buffers["D"][:, 0], buffers["dt_bias"][:, 0]
-    S, snapshots = state[slots].float(), []
-    for t in range(x.shape[1]):
-        dt = softplus(buffers["dt"][:, t, :, 0] + bias)
-        B, C = (buffers[name][:, t].repeat_interleave(per_group, 1) for name in ("B", "C"))
-        S = S * torch.exp(A * dt)[..., None, None] + (dt[..., None] * x[:, t])[..., None] * B[..., None, :]
-        buffers["out"][:, t] = (S * C[..., None, :]).sum(-1) + D[:, None] * x[:, t]
-        snapshots.append(S.to(state.dtype))
-    state[slots] = snapshots[-1]
-    return buffers["out"]
+    state, x, out = buffers["state"], buffers["x"], buffers["out"]
+    order = buffers["state_batch_indices"].long().argsort()  # the request of every slot
+    per_group, tokens = x.shape[2] // buffers["B"].shape[2], x.shape[1]
+    A, D, bias = buffers["A"][:, 0, 0], buffers["D"][:, :1], buffers["dt_bias"][:, 0]
+    S = state if state.dtype == torch.float32 else state.float()
+    snapshots = torch.zeros(tokens if tokens > 1 else 0, *state.shape, dtype=state.dtype, device=state.device)
+
+    def step() -> Tensor:
+        if S is not state:
+            S.copy_(state)
+        for t in range(tokens):
+            dt = softplus(buffers["dt"][order, t, :, 0] + bias)
+            x_t = x[order, t]
+            B, C = (buffers[name][order, t].repeat_interleave(per_group, 1) for name in ("B", "C"))
+            S.mul_(torch.exp(A * dt)[..., None, None]).addcmul_((dt[..., None] * x_t)[..., None], B[..., None, :])
+            out[order, t] = (S @ C[..., None])[..., 0] + D * x_t
+            if tokens > 1:
+                snapshots[t].copy_(S)
+        if S is not state:
+            state.copy_(S)
+        return out
+
+    return step
