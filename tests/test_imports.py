@@ -17,7 +17,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"checks", "rounding", "cursors", "dispatch", "custom_op"},
     {"delta_rule"},
-    {"mamba", "conv", "ssd", "gdn_decode", "row_product"},
+    {"mamba", "conv", "ssd", "gdn_decode", "row_product", "rms_norm"},
     {"batch_invariant_decode"},
     {"cache"},
     {"hf", "models"},
@@ -114,13 +114,28 @@ def test_the_command_line_answers_without_torch():
     assert _loaded_by("import replayssm.cli\nreplayssm.cli.main(['--version'])") - {"0.1.0", "replayssm"} == set()
 
 
-@pytest.mark.parametrize("module", ["mamba", "conv", "ssd", "batch_invariant_decode", "gdn_decode", "row_product", "cache", "testing"])
+@pytest.mark.parametrize(
+    "module",
+    ["mamba", "conv", "ssd", "batch_invariant_decode", "gdn_decode", "row_product", "rms_norm", "cache", "testing"],
+)
 def test_ops_and_pool_load_neither_triton_nor_transformers(module):
     assert _loaded_by(f"import replayssm.{module}") & {"triton", "transformers", "rich"} == set()
 
 
 @pytest.mark.parametrize(
-    "module", ["mamba", "conv", "ssd", "batch_invariant_decode", "gdn_decode", "row_product", "cache", "hf", "models"]
+    "module",
+    [
+        "mamba",
+        "conv",
+        "ssd",
+        "batch_invariant_decode",
+        "gdn_decode",
+        "row_product",
+        "rms_norm",
+        "cache",
+        "hf",
+        "models",
+    ],
 )
 def test_public_names_exist_and_are_documented(module):
     code = f"import replayssm.{module} as m\nfor name in m.__all__:\n    assert getattr(m, name).__doc__, name\n"

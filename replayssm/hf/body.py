@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from replayssm.hf.attachment import Attachment
 from replayssm.hf.linear import RowProduct
+from replayssm.hf.norm import Norm, is_known
 
 _CACHE_NAMES = ("cache", "cache_params", "past_key_values")
 
@@ -98,6 +99,7 @@ class Body:
         products = [(linear, Product(linear, pack)) for linear in attachment.body_linears]
         exchanged: dict[int, nn.Module] = {id(linear): product for linear, product in products}
         exchanged |= {id(block): routed for block, routed in zip(attachment.routed, self._routed, strict=True)}
+        exchanged |= {id(module): Norm(module) for module in base.modules() if is_known(module)}
         exchanged |= {id(mixer): ReplayMixer(mixer, number) for number, mixer in enumerate(attachment.mixers)}
         self._model = _exchange(base, exchanged, outermost=True)
         self.exact = (

@@ -220,3 +220,18 @@ def test_hooks_that_would_not_be_called_are_refused():
     model.base_model.register_forward_pre_hook(lambda *_: calls.append(1))
     _, stats = generate(model, [[3, 4]], draft=None)
     assert len(calls) == stats.rounds + 1
+
+
+def test_norms_in_one_launch_are_those_of_the_model(monkeypatch):
+    from replayssm.hf import norm
+
+    model = fresh_model()
+    assert not norm.is_known(model.backbone.norm_f)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    assert norm.is_known(model.backbone.norm_f)
+    plain, gated = model.backbone.layers[0].norm, model.backbone.layers[0].mixer.norm
+    x, y, gate = torch.randn(2, 3, 24), torch.randn(2, 3, 48), torch.randn(2, 3, 48)
+    assert torch.equal(norm.in_one_launch(plain)(x), plain(x))
+    assert torch.equal(norm.in_one_launch(gated)(y, gate), gated(y, gate))
+    model.backbone.norm_f.register_forward_hook(lambda *_: None)
+    assert not norm.is_known(model.backbone.norm_f) and norm.in_one_launch(model.lm_head) is model.lm_head

@@ -12,6 +12,7 @@ from replayssm.cache import Mamba2Buffers, Mamba2Layer
 from replayssm.conv import causal_conv1d_replay
 from replayssm.cursors import Cursors
 from replayssm.hf.linear import RowProduct
+from replayssm.hf.norm import in_one_launch
 from replayssm.mamba import checkpointing_ssu
 
 OPS = "mamba"
@@ -47,6 +48,7 @@ class Weights:
     Attributes:
         in_proj: the input projection.
         out_proj: the output projection.
+        norm: the gated norm in front of it.
         conv_weight: ``[channels, width]``, stored tap by tap.
         conv_bias: ``[channels]`` or None.
         A: ``-exp(A_log)``, ``[nheads, headdim, dstate]`` with strides (1, 0, 0).
@@ -58,6 +60,7 @@ class Weights:
 
     in_proj: RowProduct
     out_proj: RowProduct
+    norm: nn.Module
     conv_weight: Tensor
     conv_bias: Tensor | None
     A: Tensor
@@ -80,6 +83,7 @@ def prepare(mixer: Any, pack: bool) -> Weights:
     return Weights(
         in_proj=RowProduct(mixer.in_proj, pack),
         out_proj=RowProduct(mixer.out_proj, pack),
+        norm=in_one_launch(mixer.norm),
         conv_weight=mixer.conv1d.weight.detach().squeeze(1).t().contiguous().t(),
         conv_bias=None if bias is None else bias.detach(),
         A=(-torch.exp(mixer.A_log.detach().float()))[:, None, None].expand(heads, headdim, dstate),
@@ -128,6 +132,7 @@ def replay_forward(
         weights.conv_bias,
         activation=weights.activation,
         state_batch_indices=slots,
+        out=torch.empty_like(conv_in, memory_format=torch.contiguous_format),  # padding may hold anything
     )
     if weights.activation is None:
         conv_out = mixer.act(conv_out)
@@ -155,4 +160,4 @@ def replay_forward(
         max_window=window,
         dt_limit=weights.dt_limit,
     )
-    return weights.out_proj(mixer.norm(y.view(batch, tokens, inner), gate))
+    return weights.out_proj(weights.norm(y.view(batch, tokens, inner), gate))

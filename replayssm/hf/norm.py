@@ -1,0 +1,73 @@
+"""Normalisations of transformers, in one launch each.
+
+Between its matrix products a decoder is many small operations, and on a GPU each costs the same whatever its size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from replayssm.rms_norm import rms_norm
+
+
+class _Kind(NamedTuple):
+    eps: str
+    offset: float = 0.0
+    gate_first: bool = True
+
+
+# Classes of transformers: the attribute that holds eps, what is added to the weight, whether a gate comes first.
+_KINDS = {
+    "Mamba2RMSNorm": _Kind("variance_epsilon"),
+    "MambaRMSNormGated": _Kind("variance_epsilon"),
+    "Qwen3NextRMSNorm": _Kind("eps", offset=1.0),
+    "Qwen3NextRMSNormGated": _Kind("variance_epsilon", gate_first=False),
+    "Qwen3_5RMSNorm": _Kind("eps", offset=1.0),
+    "Qwen3_5RMSNormGated": _Kind("variance_epsilon", gate_first=False),
+}
+
+
+class Norm(nn.Module):
+    """Stands for a normalisation of transformers.
+
+    Args:
+        module: the module that it stands for, ``is_known``.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        kind = _KINDS[type(module).__name__]
+        # Not as a child: what looks at modules shall find it once.
+        self._module: tuple[Any] = (module,)
+        self._eps = float(getattr(module, kind.eps))
+        self._offset, self._gate_first = kind.offset, kind.gate_first
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Normalise ``x`` fp32 ``[..., channels]``, with a gate of its shape if the module takes one."""
+        out = rms_norm(
+            x.reshape(-1, x.shape[-1]),
+            self._module[0].weight.detach(),
+            None if gate is None else gate.reshape(-1, gate.shape[-1]),
+            eps=self._eps,
+            offset=self._offset,
+            gate_first=self._gate_first,
+        )
+        return out.view(x.shape)
+
+
+def is_known(module: Any) -> bool:
+    """Whether a module is one of transformers' normalisations, as it came and on a GPU.
+
+    On a CPU a launch costs nothing, and the modules are left alone.
+    """
+    kind: type = type(module)
+    as_it_came = not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+    known = kind.__name__ in _KINDS and kind.__module__.startswith("transformers.models.")
+    return bool(known and as_it_came and getattr(module, "activation", "silu") == "silu" and module.weight.is_cuda)
+
+
+def in_one_launch(module: nn.Module) -> nn.Module:
+    """A ``Norm`` in place of a module that ``is_known``, any other module itself."""
+    return Norm(module) if is_known(module) else module
