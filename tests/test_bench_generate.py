@@ -30,7 +30,9 @@ def _small_copy(monkeypatch):
 
 def _rows(capsys, *arguments):
     assert main(["bench", "generate", *arguments, *SHORT, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)["tables"]["generate"]
+    ((name, rows),) = json.loads(capsys.readouterr().out)["tables"].items()
+    assert name.startswith("generate-")
+    return rows
 
 
 def _fails(capsys, arguments, exit_code, fragment):
@@ -125,7 +127,8 @@ def test_ways_run_in_turn_and_their_medians_count():
 def test_a_picture_has_a_panel_per_model():
     rows = [{"model": "m", "dtype": "float32", "batch": batch, "x transformers": 6.0, "x replay": 2.0}
             for batch in (1, 16)]  # fmt: skip
-    (plot,) = generate.plots({"generate": rows})
+    (plot,) = generate.plots({"generate-m-float32": rows, "generate-n": [{**rows[0], "model": "n"}], "mamba": []})
+    assert [panel.title for panel in plot.panels] == ["m, float32", "n, float32"]
     drafted, plain = plot.panels[0].series
     assert list(drafted.x) == ["batch 1", "batch 16"] and list(drafted.y) == [6.0, 6.0] and list(plain.y) == [3.0, 3.0]
     assert generate.plots({}) == []

@@ -9,7 +9,9 @@ from it, in standard deviations of the scores. In fp32 on the CPU all ways must 
 from __future__ import annotations
 
 import copy
+import re
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from replayssm.bench.ways import Generated, Way, by_replay, by_transformers, mea
 from replayssm.hf import attach
 from replayssm.hf.pretrained import load_pretrained
 
+_TABLE = "generate-"  # a table, and a CSV file, per model and dtype
 _VOCABULARY = 50288
 _LARGEST_GAP = {"float32": 0.02, "bfloat16": 0.5}  # transformers computes in bf16 where the weights are
 _CHECKED = 2  # sequences whose scores are compared
@@ -35,7 +38,7 @@ class _Subject:
 
     def __init__(self, options: GenerateOptions) -> None:
         self._options = options
-        self.name = options.model or "tiny-mamba2"
+        self.name = Path(options.model).name if options.model is not None else models.NAMES[0]
         if options.random is not None:
             self.name = f"random {options.random}"
 
@@ -93,9 +96,10 @@ def cases(options: GenerateOptions) -> list[Case]:
     if options.random is not None and options.model is not None:
         raise BadOption("--random: expected it alone, got a MODEL too")
     subject = _Subject(options)
+    table = re.sub("[^a-z0-9.]+", "-", f"{_TABLE}{subject.name}-{options.dtype}".lower())
     batches = options.batches or ((1,) if options.device == "cpu" or options.quick else (1, 16, 64))
     return [
-        Case("generate", f"{subject.name}, {options.dtype}, batch {batch}", partial(_run, subject, options, batch))
+        Case(table, f"{subject.name}, {options.dtype}, batch {batch}", partial(_run, subject, options, batch))
         for batch in batches
     ]
 
@@ -172,7 +176,7 @@ def _check(subject: _Subject, options: GenerateOptions, prompts: Tensor, ways: l
 
 def plots(tables: Tables) -> list[Plot]:
     """See ``replayssm.bench``."""
-    rows = tables.get("generate", [])
+    rows = [row for name, rows in tables.items() if name.startswith(_TABLE) for row in rows]
     panels = []
     for model, dtype in dict.fromkeys((row["model"], row["dtype"]) for row in rows):
         chosen = [row for row in rows if (row["model"], row["dtype"]) == (model, dtype)]
