@@ -41,25 +41,30 @@ def state_tile(chunk_size: int, headdim: int, dstate: int, input_bytes: int) -> 
 
 
 class ScanTile(NamedTuple):
-    """How the scan kernel cuts a chunk of one head.
+    """How the kernels that compute outputs cut a chunk; its columns (head dim) are the state tile's rows.
 
     Attributes:
-        rows: output rows of a program, and tokens of one product.
-        columns: columns (head dim) of a program.
+        rows: output rows of a program, and where it has one head, tokens of one product.
         states: columns of the state in one product.
+        heads: heads of a program, all of one group: with more than one they share ``C_t B_j``.
         warps: warps of a program.
         stages: loads in flight.
+        registers: most registers of a thread, or None.
     """
 
     rows: int
-    columns: int
     states: int
+    heads: int
     warps: int
     stages: int
+    registers: int | None
 
 
-def scan_tile(chunk_size: int, headdim: int, dstate: int, input_bytes: int) -> ScanTile:
+def scan_tile(chunk_size: int, headdim: int, dstate: int, input_bytes: int, heads_per_group: int) -> ScanTile:
     """Tile of the kernel that computes outputs."""
     if input_bytes == 4:
-        return ScanTile(16, min(32, padded(headdim)), 16, 4, 1)
-    return ScanTile(min(64, padded(chunk_size)), min(64, padded(headdim)), min(128, padded(dstate)), 4, 2)
+        return ScanTile(16, 16, 1, 4, 1, None)
+    rows = min(64, padded(chunk_size))
+    if chunk_size <= 128 and dstate <= 128 and heads_per_group > 1:
+        return ScanTile(rows, padded(dstate), min(8, heads_per_group), 4, 2, None)
+    return ScanTile(rows, min(128, padded(dstate)), 1, 4, 2, None)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from replayssm.ssd.configs import padded, scan_tile, state_tile
 from replayssm.ssd.kernels.constants import SUM_HEADS, SUM_WARPS
+from replayssm.ssd.kernels.groups import group_outputs
 from replayssm.ssd.kernels.scan import chunk_outputs
 from replayssm.ssd.kernels.states import chunk_boundaries
 from replayssm.ssd.kernels.sums import chunk_sums
@@ -109,9 +110,10 @@ def chunk_scan(
     sums = launch_sums(dt, A, dt_bias, chunk_size, dt_softplus, dt_min, dt_max, where, dt_buffer, spare)
     entering = torch.empty(chunks, H, P, N, dtype=x.dtype, device=x.device)
     tile = state_tile(chunk_size, P, N, x.element_size())
+    flags = torch.empty(chunks, H, triton.cdiv(P, tile.rows), dtype=torch.int32, device=x.device)
     chunk_boundaries[(sequences * H, triton.cdiv(P, tile.rows) * triton.cdiv(N, tile.columns))](
         x, B, x_buffer, B_buffer, sums[0], sums[1], *where,
-        None if initial_states is None else initial_states.contiguous(), entering, final_states, boundary_states,
+        None if initial_states is None else initial_states.contiguous(), entering, flags, final_states, boundary_states,
         chunk_states, x.stride(0), B.stride(0), stride(x_buffer), stride(x_buffer, 1), stride(B_buffer),
         stride(B_buffer, 1), stride(final_states), stride(boundary_states), stride(chunk_states),
         tokens, H, H // G, chunk_size, spare, ring_len,
@@ -120,12 +122,22 @@ def chunk_scan(
     )  # fmt: skip
     if tokens == 0:
         return
-    rows = scan_tile(chunk_size, P, N, x.element_size())
-    chunk_outputs[(chunks, H, triton.cdiv(chunk_size, rows.rows) * triton.cdiv(P, rows.columns))](
-        x, B, C, D, z, x_buffer, B_buffer, sums[0], sums[1], entering, *where, out,
+    arguments = (
+        x, B, C, D, z, x_buffer, B_buffer, sums[0], sums[1], entering, flags, *where, out,
         x.stride(0), B.stride(0), C.stride(0), stride(z), out.stride(0), stride(x_buffer), stride(x_buffer, 1),
         stride(B_buffer), stride(B_buffer, 1), stride(D), 0 if D is None or D.dim() == 1 else D.stride(1),
         tokens, sequences, H, H // G, chunk_size, spare, ring_len,
-        P=P, N=N, BT=rows.rows, BP=rows.columns, BN=rows.states, STEPS=sequences.bit_length(),
-        OPERAND=OPERANDS[x.dtype], num_warps=rows.warps, num_stages=rows.stages,
     )  # fmt: skip
+    rows = scan_tile(chunk_size, P, N, x.element_size(), H // G)
+    blocks = triton.cdiv(chunk_size, rows.rows) * triton.cdiv(P, tile.rows)
+    shared = {
+        "P": P, "N": N, "BT": rows.rows, "BP": tile.rows, "STEPS": sequences.bit_length(),
+        "OPERAND": OPERANDS[x.dtype], "num_warps": rows.warps, "maxnreg": rows.registers,
+    }  # fmt: skip
+    if rows.heads == 1:
+        chunk_outputs[(chunks, H, blocks)](*arguments, BN=rows.states, num_stages=rows.stages, **shared)
+    else:
+        group_outputs[(chunks, G * triton.cdiv(H // G, rows.heads), blocks)](
+            *arguments, NP=rows.states, ROWS=padded(chunk_size), HEADS=rows.heads,
+            FLAGS=triton.next_power_of_2(rows.heads), STAGES=rows.stages, **shared,
+        )  # fmt: skip

@@ -3,14 +3,14 @@
 import triton
 import triton.language as tl
 
-from replayssm.ssd.kernels.arithmetic import finished, holds_no_number, weights
+from replayssm.ssd.kernels.arithmetic import finished, weights
 from replayssm.ssd.kernels.constants import PER_CALL
 from replayssm.ssd.kernels.rows import buffered_rows, row_pointers, sequence_bounds, sequence_of
 
 
 @triton.jit(do_not_specialize=PER_CALL)
 def chunk_outputs(
-    x, B, C, D, z, x_buffer, B_buffer, dt, sums, entering, cu_seqlens, slots, num_buffered, ring_start, out,
+    x, B, C, D, z, x_buffer, B_buffer, dt, sums, entering, flags, cu_seqlens, slots, num_buffered, ring_start, out,
     s_x, s_B, s_C, s_z, s_out, s_x_slot, s_x_row, s_B_slot, s_B_row, s_D_head, s_D_element,
     num_tokens, sequences, nheads, heads_per_group, chunk_size, spare, ring_len,
     P: tl.constexpr, N: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr,
@@ -45,6 +45,8 @@ def chunk_outputs(
     new_row = first + origin + m - buffered
     wanted = (m < limit) & (origin + m >= buffered)
     C_at = (C + group * N + new_row * s_C)[:, None]
+    flags += (chunk.to(tl.int64) * nheads + head) * columns + tl.program_id(2) % columns
+    careful = tl.load(flags) != 0
     entering += (chunk.to(tl.int64) * nheads + head) * (P * N)
     rows = (chunk.to(tl.int64) * nheads + head) * chunk_size
     newest = tl.load(sums + rows + m, mask=m < limit, other=0.0)
@@ -72,7 +74,7 @@ def chunk_outputs(
         x_at = row_pointers(x, s_x, old_x, s_x_row, origin + j, first, buffered, start, ring_len)
         x_rows = tl.load(x_at[:, None] + p[None, :], mask=j_in[:, None] & p_in[None, :], other=0.0)
         # Zero times a later row that is no number would reach an earlier output.
-        if j0 == m0 and holds_no_number(x_rows) != 0:
+        if careful and j0 == m0:
             before = y
             for i in range(0, BT):
                 seen = tl.where((token <= i)[:, None], x_rows, 0.0).to(OPERAND)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from replayssm.ssd.kernels.arithmetic import fold_columns, fold_scale
+from replayssm.ssd.kernels.arithmetic import fold_columns, fold_scale, holds_no_number
 from replayssm.ssd.kernels.constants import PER_CALL
 from replayssm.ssd.kernels.rows import buffered_rows, row_pointers, sequence_bounds
 
@@ -11,7 +11,7 @@ from replayssm.ssd.kernels.rows import buffered_rows, row_pointers, sequence_bou
 @triton.jit(do_not_specialize=PER_CALL)
 def chunk_boundaries(
     x, B, x_buffer, B_buffer, dt, sums, cu_seqlens, slots, num_buffered, ring_start,
-    initial_states, entering, final_states, boundary_states, chunk_states,
+    initial_states, entering, flags, final_states, boundary_states, chunk_states,
     s_x, s_B, s_x_slot, s_x_row, s_B_slot, s_B_row, s_final, s_boundary, s_chunk,
     num_tokens, nheads, heads_per_group, chunk_size, spare, ring_len,
     P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, TILES: tl.constexpr,
@@ -19,8 +19,9 @@ def chunk_boundaries(
 ):  # fmt: skip
     """Program (sequence and head, block of the state): store the state that enters each chunk, rounded.
 
-    ``entering`` is ``[chunks, nheads, P, N]`` of the dtype of x. Only the state between chunks is carried: the new
-    part of each is a sum of its own, to which the decayed carry is added once.
+    ``entering`` is ``[chunks, nheads, P, N]`` of the dtype of x. ``flags``, int32 ``[chunks, nheads, blocks of P]``, is
+    not zero where one of the chunk's rows may hold an x that is no number. Only the state between chunks is carried:
+    the new part of each is a sum of its own, to which the decayed carry is added once.
     """
     sequence = tl.program_id(0) // nheads
     head = tl.program_id(0) % nheads
@@ -72,6 +73,9 @@ def chunk_boundaries(
             scaled = fold_columns(B_rows, scale, OPERAND)
             added = tl.dot(tl.trans(x_rows), scaled, added, input_precision="ieee")
         reached = tl.fma(tl.exp(newest), state, added)
+        if tl.program_id(1) % columns == 0:
+            at = (index + head) * (tl.num_programs(1) // columns) + tl.program_id(1) // columns
+            tl.store(flags + at, holds_no_number(added))
         if limit == chunk_size:
             state = reached
             if chunk_states is not None:
