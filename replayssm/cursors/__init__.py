@@ -12,6 +12,7 @@ A rejected token costs nothing else: its row is overwritten by the next step. Th
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, fields
 
 import torch
@@ -120,27 +121,40 @@ def commit(
     _check(cursors, slots, seq_lens, num_accepted, most)
     if slots.device.type == "cpu" or checked_mode():
         _check_contents(cursors, slots, seq_lens, num_accepted, most)
+    if not isinstance(seq_lens, Tensor) and seq_lens == 0:
+        return
+    every = tuple(getattr(cursors, field.name) for field in fields(cursors))
+    run = _commit
+    if slots.is_cuda and all(each.is_contiguous() for each in every) and not torch.compiler.is_compiling():
+        run = importlib.import_module("replayssm.cursors.kernels").commit  # loads Triton
+    run(every, slots, seq_lens, num_accepted, window, ring_len, conv_len)
+
+
+def _commit(
+    cursors: tuple[Tensor, ...],
+    slots: Tensor,
+    seq_lens: Tensor | int,
+    num_accepted: Tensor,
+    window: int,
+    ring_len: int,
+    conv_len: int,
+) -> None:
     live = slots >= 0
     slots = slots.clamp(min=0).long()
     accepted = num_accepted.to(torch.int32)
     if isinstance(seq_lens, Tensor):
         live = live & (seq_lens > 0)
-    elif seq_lens == 0:
-        return
-    ring_start, num_live, conv_start, last_accepted = (getattr(cursors, f.name)[slots] for f in fields(cursors))
+    before = ring_start, num_live, conv_start, _ = tuple(each[slots] for each in cursors)
     folded = folded_rows(num_live, seq_lens, window)
-    new = (
+    after = (
         (ring_start + folded) % ring_len,
         num_live + accepted - folded,
         (conv_start + accepted) % conv_len,
         accepted,
     )
     # Adding differences keeps padding exact without a host sync: a padded row adds zero to slot 0.
-    for field, before, after in zip(
-        fields(cursors), (ring_start, num_live, conv_start, last_accepted), new, strict=True
-    ):
-        difference = torch.where(live, after - before, 0).to(torch.int32)
-        getattr(cursors, field.name).index_add_(0, slots, difference)
+    for each, old, new in zip(cursors, before, after, strict=True):
+        each.index_add_(0, slots, torch.where(live, new - old, 0).to(torch.int32))
 
 
 def _check(cursors: Cursors, slots: Tensor, seq_lens: Tensor | int, num_accepted: Tensor, most: int) -> None:
