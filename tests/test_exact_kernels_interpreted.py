@@ -1,0 +1,174 @@
+"""The kernels of the chunk scan and of exact decode under Triton's interpreter: their logic, without a GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("with a GPU the kernels are compiled: tests/gpu", allow_module_level=True)
+
+from exact_cases import INPUTS, Decoder  # noqa: E402
+from ssd_cases import int32, random_case  # noqa: E402
+
+from replayssm.batch_invariant_decode import _mamba_chunk_scan_decode_rows, _masked_update_rows  # noqa: E402
+from replayssm.testing import Tolerance, assert_close, using  # noqa: E402
+
+SMALL = {"nheads": 3, "headdim": 5, "ngroups": 1, "dstate": 11}
+
+
+def scanned(case, cu_seqlens, sequences, **options):
+    outputs = {"final_states": case.states(sequences), "boundary_states": case.states(sequences)}
+    outputs["chunk_states"] = torch.zeros(len(case.x) // case.chunk_size + sequences, *case.state_shape)
+    outputs["out"] = torch.zeros_like(case.x)
+    case.scan(cu_seqlens=cu_seqlens, **outputs, **options)
+    return outputs
+
+
+@pytest.mark.parametrize(
+    ("dtype", "D", "with_z", "with_bias", "ngroups", "limit"),
+    [
+        (torch.float32, "head", True, True, 1, (0.0, 0.7)),
+        (torch.float32, None, False, False, 3, (0.0, float("inf"))),
+        (torch.float16, "element", True, True, 1, (0.1, float("inf"))),
+    ],
+)
+def test_the_scan_equals_the_token_loop(dtype, D, with_z, with_bias, ngroups, limit):
+    options = {**SMALL, "ngroups": ngroups, "D": D, "with_z": with_z, "with_bias": with_bias}
+    case = random_case(41, 16, dtype=dtype, **options)
+    bounds, initial = int32(0, 20, 20, 39), torch.randn(3, *case.state_shape)
+    results = []
+    for module in ("kernels", "reference"):
+        with using(module):
+            results.append(scanned(case, bounds, 3, initial_states=initial, dt_limit=limit))
+    relative, of_largest = (2.0**-22, 2.0**-18) if dtype == torch.float32 else (2.0**-9, 2.0**-9)
+    for name, value in results[0].items():
+        assert_close(name, value, results[1][name], Tolerance(relative, of_largest))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # a program of one head, and of three
+def test_a_later_x_that_is_no_number_reaches_no_earlier_output(value, dtype):
+    case = random_case(40, **SMALL, dtype=dtype)
+    with using("kernels"):
+        expected = case.scan()
+        case.x[21:23] = value
+        out = case.scan()
+    assert torch.equal(out[:21], expected[:21]) and not out[21:23].isfinite().any()
+
+
+def test_two_sources_and_padding():
+    case = random_case(30, **SMALL)
+    with using("kernels"):
+        whole, final, boundary = case.whole()
+        decoder = Decoder(case)
+        out = decoder.prefill((2, case.tokens(0, 11)))
+        assert torch.equal(out, whole[:11])
+        rest, last = case.tokens(11, 30), case.states()
+        new = torch.full_like(rest.x, 7.0)
+        rest.scan(
+            out=new, initial_states=decoder.state[[2, 0]], batch_indices=int32(2, -1), cu_seqlens=int32(0, 17, 19),
+            **decoder.buffers.unfinished(),
+        )  # fmt: skip
+        assert torch.equal(new[:17], whole[11:28]) and bool((new[17:] == 7.0).all())
+        states = case.states()
+        out = rest.scan(
+            initial_states=decoder.state[[2]], batch_indices=int32(2), final_states=last, boundary_states=states,
+            **decoder.buffers.unfinished(),
+        )  # fmt: skip
+    assert torch.equal(out, whole[11:]) and torch.equal(last[0], final) and torch.equal(states[0], boundary)
+
+
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_decoding_token_by_token(trimmed):
+    case = random_case(34, **SMALL)
+    with using("kernels"):
+        whole, _, boundary = case.whole()
+        decoder = Decoder(case, trimmed=trimmed)
+        decoder.prefill((1, case.tokens(0, 13)))
+        for t in range(13, 34):
+            junk = replace(case, **{name: torch.full_like(getattr(case, name), torch.nan) for name in INPUTS})
+            lanes = [(1, case), (-1, junk)][:: 1 if t % 2 else -1]
+            out = decoder.step([slot for slot, _ in lanes], [c.tokens(t, t + 1) for _, c in lanes])
+            own = 0 if t % 2 else 1
+            assert torch.equal(out[own], whole[t : t + 1]) and not out[1 - own].any()
+            assert decoder.buffers.chunk_flags[own] == (t % 16 == 15) and decoder.buffers.target_rows[1 - own] == -1
+    assert torch.equal(decoder.state[1], boundary) and int(decoder.buffers.num_buffered[1]) == 2
+    assert decoder.state[[0, 2, 3]].isnan().all()
+
+
+@pytest.mark.parametrize(("chunk_size", "max_tokens"), [(16, 16), (21, 5)])
+def test_a_schedule_of_verifications(chunk_size, max_tokens):
+    case = random_case(70, chunk_size, **SMALL, seed=chunk_size)
+    generator = torch.Generator().manual_seed(chunk_size)
+    draw = lambda low, high: int(torch.randint(low, high + 1, (1,), generator=generator))  # noqa: E731
+    with using("kernels"):
+        whole = case.whole()[0]
+        decoder = Decoder(case, max_tokens=max_tokens)
+        position = draw(0, 20)
+        decoder.prefill((3, case.tokens(0, position)))
+        while position + max_tokens <= 70:
+            if draw(0, 5) == 0:
+                length = min(draw(0, 19), 70 - position)
+                out = decoder.extend((3, case.tokens(position, position + length)))
+                accepted = length
+            else:
+                tokens = draw(1, max_tokens)
+                accepted = draw(0, tokens)
+                draft = case.tokens(position, position + tokens)
+                changed = {name: getattr(draft, name).clone() for name in INPUTS}
+                for value in changed.values():
+                    value[accepted:] = torch.nan
+                out = decoder.step([3], [replace(draft, **changed)])[0]
+                decoder.commit([3, -1], [accepted, 1])
+            assert torch.equal(out[:accepted], whole[position : position + accepted])
+            position += accepted
+    live = int(decoder.buffers.num_buffered[3])
+    assert live % chunk_size == position % chunk_size and int(decoder.buffers.ring_start[3]) > 0
+    if live < chunk_size:
+        with using("kernels"):
+            assert torch.equal(decoder.state[3], case.tokens(0, position).whole()[2])
+
+
+def test_rows_are_stored_as_the_cpu_stores_them():
+    case = random_case(60, 16, **SMALL)
+    results = []
+    for module in ("cpu", "kernels"):
+        with using(module):
+            for max_tokens in (1, 4):
+                decoder = Decoder(case, max_tokens=max_tokens)
+                named = {name: getattr(case, name) for name in INPUTS}
+                decoder.buffers.seed(**named, cu_seqlens=int32(0, 21, 21, 37, 60), batch_indices=int32(2, 0, -1, 3))
+                decoder.buffers.extend(**named, cu_seqlens=int32(0, 9, 40), batch_indices=int32(3, 2))
+                results.append(decoder.buffers.per_slot())
+    for cpu, kernels in ((results[0], results[2]), (results[1], results[3])):
+        for name, value in cpu.items():
+            assert torch.equal(kernels[name].nan_to_num(9.0), value.nan_to_num(9.0)), name
+
+
+def test_masked_update_rows():
+    states, values = torch.arange(12.0).view(4, 3), torch.full((3, 3), torch.nan)
+    values[1] = -1.0
+    with using("kernels"):
+        _masked_update_rows(states, int32(-1, 2, -4), values)
+    assert states.tolist() == [[0, 1, 2], [3, 4, 5], [-1, -1, -1], [9, 10, 11]]
+
+
+def test_decode_rows():
+    case = random_case(32, D="element", **SMALL)
+    states = torch.randn(3, *case.state_shape)
+    initial, out = states.clone(), torch.full((3, 3, 5), 7.0)
+    poisoned = {name: getattr(case, name).clone() for name in INPUTS}
+    for value in poisoned.values():
+        value[5:16] = torch.nan
+    named = {**poisoned, "A": case.A, "D": case.D, "dt_bias": case.dt_bias}
+    with using("kernels"):
+        _mamba_chunk_scan_decode_rows(
+            **named, chunk_size=16, chunk_starts=int32(16, -16, 0), slots=int32(2, -1, 0),
+            target_rows=int32(15, -1, 4), chunk_flags=int32(1, 1, 0), initial_states=states, out=out, dt_softplus=True,
+        )  # fmt: skip
+        second, final, _ = case.tokens(16, 32).whole(initial[2])
+        first = case.tokens(0, 16).whole(initial[0])[0]
+    assert torch.equal(out[0], second[15]) and torch.equal(out[2], first[4]) and bool((out[1] == 7.0).all())
+    assert torch.equal(states[2], final) and torch.equal(states[:2], initial[:2])
