@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from replayssm.rms_norm import rms_norm
@@ -43,6 +44,8 @@ class Norm(nn.Module):
         self._module: tuple[Any] = (module,)
         self._eps = float(getattr(module, kind.eps))
         self._offset, self._gate_first = kind.offset, kind.gate_first
+        # Blocks convert their activations to the type of the norm's weight: to fp32, whatever the weight is stored as.
+        self.weight = torch.empty(0)
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         """Normalise ``x`` fp32 ``[..., channels]``, with a gate of its shape if the module takes one."""
@@ -57,15 +60,17 @@ class Norm(nn.Module):
         return out.view(x.shape)
 
 
-def is_known(module: Any) -> bool:
-    """Whether a module is one of transformers' normalisations, as it came and on a GPU.
+def pays(device: torch.device) -> bool:
+    """Whether launches cost anything on a device; where they do not, modules are left alone."""
+    return device.type != "cpu"
 
-    On a CPU a launch costs nothing, and the modules are left alone.
-    """
+
+def is_known(module: Any) -> bool:
+    """Whether a module is one of transformers' normalisations, as it came, on a device where one launch pays."""
     kind: type = type(module)
     as_it_came = not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
     known = kind.__name__ in _KINDS and kind.__module__.startswith("transformers.models.")
-    return bool(known and as_it_came and getattr(module, "activation", "silu") == "silu" and module.weight.is_cuda)
+    return bool(known and as_it_came and getattr(module, "activation", "silu") == "silu" and pays(module.weight.device))
 
 
 def in_one_launch(module: nn.Module) -> nn.Module:
