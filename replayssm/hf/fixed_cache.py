@@ -24,6 +24,9 @@ class UnattachedLayer(LinearAttentionLayer):
 class FixedCache(Cache):
     """The part of ``ReplayCache`` that does not depend on what it holds."""
 
+    # Asked for by the masks of a model that is not attached; an attached one is given its masks.
+    get_mask_sizes = _not_attached
+
     @property
     def is_croppable(self) -> bool:
         """True: a rollback leaves no trace."""

@@ -19,7 +19,7 @@ from replayssm.hf.draft_model import ModelDrafter
 from replayssm.hf.drafts import CallableDrafter, Drafter, DraftFunction, LookupDrafter, NoDrafts, default_draft_tokens
 from replayssm.hf.loop import Decoder
 from replayssm.hf.options import callables, check_mode, check_seed, check_streamer, integers, numbers_of_requests
-from replayssm.hf.prompts import join, strip_padding
+from replayssm.hf.prompts import check_positions, join, strip_padding
 from replayssm.hf.sampling import Greedy, Gumbel
 from replayssm.hf.stats import GenerationStats
 from replayssm.hf.stopping import Rules
@@ -27,7 +27,9 @@ from replayssm.hf.stopping import Rules
 # One token more is verified than drafted, and a pool's window holds 64 rows.
 _MOST_DRAFT_TOKENS = 63
 # What transformers hands to every custom callable, and what cannot change a text here.
-_PASSED_BY_TRANSFORMERS = {"attention_mask", "use_cache", "logits_to_keep", "cache", "cache_params", "past_key_values"}
+_PASSED_BY_TRANSFORMERS = {
+    "attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache", "cache_params", "past_key_values",
+}  # fmt: skip
 
 
 def generate(
@@ -197,6 +199,7 @@ def custom_generate(
     """
     check_model(model)
     _check_config(generation_config, model_kwargs)
+    check_positions(model_kwargs.get("position_ids"), model_kwargs.get("attention_mask"))
     check_seed(seed)
     lengths = [criterion.max_length for criterion in stopping_criteria if isinstance(criterion, MaxLengthCriteria)]
     ends = generation_config._eos_token_tensor

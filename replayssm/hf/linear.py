@@ -110,9 +110,9 @@ class JoinedProduct:
 
     Example:
         >>> import torch
-        >>> one, two, x = torch.nn.Linear(5, 2, bias=False), torch.nn.Linear(5, 1, bias=False), torch.randn(3, 5)
-        >>> joined = JoinedProduct([one, two], [2, 0, 1], pack=False)
-        >>> torch.equal(joined(x)[:, 0], RowProduct(two, pack=False)(x)[:, 0])
+        >>> one, two, x = torch.nn.Linear(5, 2, bias=False), torch.nn.Linear(5, 3, bias=False), torch.randn(7, 5)
+        >>> joined = JoinedProduct([one, two], [4, 3, 2, 0, 1], pack=False)
+        >>> torch.equal(joined(x)[:, 3:], RowProduct(one, pack=False)(x))
         True
     """
 

@@ -2,6 +2,7 @@
 
 A block that is folded before the next one is scored is Mamba-2's chunked scan with the chunk as window: each block
 reads the state once, and memory does not grow with the prompt. transformers' own scan costs ten times as much on a CPU.
+Families that have a ``run_prompt`` go their own way.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replayssm.cache import GDNLayer, Mamba2Layer, ReplayPool
+from replayssm.cache import Mamba2Layer, ReplayPool
 
-# Tokens of a block at most, and the largest window that the ops take.
+# Tokens of a block, and the largest window that the ops take.
 _BLOCK = 64
 
 
@@ -29,7 +30,7 @@ class Prefill:
 
     def __init__(self, family: ModuleType, batch: int, device: torch.device) -> None:
         self._family, self._batch, self._device = family, batch, device
-        self._pools: dict[Mamba2Layer | GDNLayer, ReplayPool] = {}
+        self._pools: dict[Mamba2Layer, ReplayPool] = {}
 
     def run(self, mixer: Any, weights: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Run one layer.
@@ -43,18 +44,19 @@ class Prefill:
             The layer's output ``[batch, tokens, hidden]``, its final state and the inputs of its convolution at the
             last tokens, both as ``ReplayPool.write_state`` takes them and valid until the next call.
         """
+        if hasattr(self._family, "run_prompt"):
+            return self._family.run_prompt(mixer, weights, hidden_states)
         layer = self._family.layer_shape(mixer)
-        block = min(_BLOCK, layer.max_tokens)
         pool = self._pools.get(layer)
         if pool is None:
-            pool = ReplayPool([layer], self._batch, window=block, max_tokens=block, device=self._device)
+            pool = ReplayPool([layer], self._batch, window=_BLOCK, max_tokens=_BLOCK, device=self._device)
             self._pools[layer] = pool
             slots = pool.allocate(self._batch)
         else:
             slots = torch.arange(self._batch, device=self._device)
             pool.reset(slots)
         buffers, outputs = pool.buffers[0], []
-        for part in hidden_states.split(block, 1):
+        for part in hidden_states.split(_BLOCK, 1):
             outputs.append(
                 self._family.replay_forward(mixer, weights, part, buffers, pool.cursors, slots, pool.window, None)
             )

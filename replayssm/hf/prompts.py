@@ -51,6 +51,22 @@ def strip_padding(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: 
     return prompts
 
 
+def check_positions(position_ids: Tensor | None, attention_mask: Tensor | None) -> None:
+    """Raise ValueError unless positions, which transformers passes on for some models, count each row's tokens from 0.
+
+    Args:
+        position_ids: ``[batch or 1, length]`` or None.
+        attention_mask: ``[batch, length]`` or None; positions of padding are of no interest.
+    """
+    if position_ids is None:
+        return
+    mask = torch.ones_like(position_ids) if attention_mask is None else attention_mask.long()
+    counted = mask.cumsum(-1) - 1
+    fits = position_ids.shape[-1:] == mask.shape[-1:] and position_ids.dim() == 2
+    if not fits or not bool((position_ids == counted)[mask == 1].all()):
+        raise ValueError("position_ids: expected none, or each row's tokens counted from 0, got other positions")
+
+
 def join(input_ids: Tensor, new_tokens: Sequence[Sequence[int]], pad_token_id: int) -> Tensor:
     """The input as it came, followed by each row's new tokens, padded on the right to the longest row."""
     width = max(map(len, new_tokens))

@@ -14,7 +14,7 @@ from transformers import (
 
 _GDN = dict(linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=8, linear_value_head_dim=5,
             linear_conv_kernel_dim=4)  # fmt: skip
-_MOE = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=12, shared_expert_intermediate_size=20)
+_MOE = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=20)
 _ROPE = dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5)
 
 MODELS = {
@@ -23,7 +23,7 @@ MODELS = {
         vocab_size=61, hidden_size=24, intermediate_size=36, num_hidden_layers=4, num_attention_heads=3,
         num_key_value_heads=1, head_dim=12, num_experts=0, full_attention_interval=2, **_GDN)),
     "next_moe": (Qwen3NextConfig, dict(
-        vocab_size=53, hidden_size=20, intermediate_size=28, num_hidden_layers=3, num_attention_heads=4,
+        vocab_size=53, hidden_size=32, intermediate_size=28, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, mlp_only_layers=[1], full_attention_interval=3, **_MOE, **_GDN)),
     # Separate projections, attention first, biases, tied embeddings.
     "3_5": (Qwen3_5TextConfig, dict(

@@ -16,7 +16,8 @@ from transformers.activations import ACT2FN
 from replayssm.cache import GDNBuffers, GDNLayer
 from replayssm.conv import causal_conv1d_replay
 from replayssm.cursors import Cursors
-from replayssm.gdn_decode import gated_delta_rule_checkpointing
+from replayssm.gdn_decode import gated_delta_rule_checkpointing, gated_delta_rule_mtp
+from replayssm.gdn_decode.arguments import MAX_TOKENS
 from replayssm.hf.linear import JoinedProduct, RowProduct
 
 
@@ -111,13 +112,7 @@ def replay_forward(
     Returns:
         ``[batch, tokens, hidden]``.
     """
-    batch, tokens, _ = hidden_states.shape
-    key_heads, key_dim, value_heads, value_dim = (
-        mixer.num_k_heads, mixer.head_k_dim, mixer.num_v_heads, mixer.head_v_dim,
-    )  # fmt: skip
-    keys, values = key_heads * key_dim, value_heads * value_dim
-    projected = weights.in_proj(hidden_states)
-    conv_in, gate, b, a = torch.split_with_sizes(projected, (2 * keys + values, values, value_heads, value_heads), -1)
+    conv_in, gate, b, a = _project(mixer, weights, hidden_states)
     conv_out = causal_conv1d_replay(
         buffers.conv_rows,
         cursors.conv_start,
@@ -127,9 +122,6 @@ def replay_forward(
         activation=weights.activation,
         state_batch_indices=slots,
     )
-    if weights.activation is None:
-        conv_out = ACT2FN[mixer.activation](conv_out)
-    q, k, v = torch.split_with_sizes(conv_out, (keys, keys, values), -1)
     y = gated_delta_rule_checkpointing(
         buffers.state,
         buffers.v_cache,
@@ -138,9 +130,7 @@ def replay_forward(
         buffers.beta_cache,
         cursors.ring_start,
         cursors.num_live,
-        q.unflatten(-1, (key_heads, key_dim)),
-        k.unflatten(-1, (key_heads, key_dim)),
-        v.unflatten(-1, (value_heads, value_dim)),
+        *_heads(mixer, weights, conv_out),
         a,
         b,
         weights.A_log,
@@ -148,6 +138,78 @@ def replay_forward(
         state_batch_indices=slots,
         max_window=window,
     )
-    # The norm runs over the channels of one head.
-    y = mixer.norm(y.view(-1, value_dim), gate.reshape(-1, value_dim))
-    return weights.out_proj(y.view(batch, tokens, values))
+    return _finish(mixer, weights, y, gate)
+
+
+def run_prompt(mixer: Any, weights: Weights, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Score prompts from an empty state: only the delta rule goes in blocks, each of which writes the state once.
+
+    Args:
+        mixer: the attached module.
+        weights: what ``prepare`` gave for the mixer.
+        hidden_states: ``[batch, tokens, hidden]`` fp32.
+
+    Returns:
+        The layer's output ``[batch, tokens, hidden]``, its final state and the inputs of its convolution at the last
+        tokens, both as ``ReplayPool.write_state`` takes them.
+    """
+    batch, tokens, _ = hidden_states.shape
+    layer, device = layer_shape(mixer), hidden_states.device
+    history, slots = layer.conv_width - 1, torch.arange(batch, device=device)
+    conv_in, gate, b, a = _project(mixer, weights, hidden_states)
+    rows = torch.zeros(batch, history + tokens, layer.conv_channels, device=device)
+    start = torch.zeros(batch, dtype=torch.int32, device=device)
+    conv_out = causal_conv1d_replay(
+        rows, start, conv_in, weights.conv_weight, weights.conv_bias, activation=weights.activation
+    )
+    q, k, v = _heads(mixer, weights, conv_out)
+    state = torch.zeros(batch, *layer.state_sizes.values(), device=device)
+    y = torch.empty_like(v)
+    for parts in zip(*(each.split(MAX_TOKENS, 1) for each in (q, k, v, a, b, y)), strict=True):
+        q_part, k_part, v_part, a_part, b_part, y_part = parts
+        gated_delta_rule_mtp(
+            q_part,
+            k_part,
+            v_part,
+            state,
+            slots,
+            weights.A_log,
+            a_part,
+            weights.dt_bias,
+            b_part,
+            output=y_part,
+            disable_state_update=False,
+            backend="tensor_core",
+        )
+    return _finish(mixer, weights, y, gate), state, rows[:, tokens:].transpose(1, 2)
+
+
+def _project(mixer: Any, weights: Weights, hidden_states: Tensor) -> tuple[Tensor, ...]:
+    """Inputs of the convolution, gate of the norm, b and a."""
+    values = mixer.num_v_heads * mixer.head_v_dim
+    channels = 2 * mixer.num_k_heads * mixer.head_k_dim + values
+    widths = (channels, values, mixer.num_v_heads, mixer.num_v_heads)
+    return torch.split_with_sizes(weights.in_proj(hidden_states), widths, -1)
+
+
+def _heads(mixer: Any, weights: Weights, conv_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs of the convolution as q, k ``[batch, tokens, key_heads, key_dim]`` and v, likewise."""
+    if weights.activation is None:
+        conv_out = ACT2FN[mixer.activation](conv_out)
+    key_heads, key_dim, value_heads, value_dim = (
+        mixer.num_k_heads, mixer.head_k_dim, mixer.num_v_heads, mixer.head_v_dim,
+    )  # fmt: skip
+    keys = key_heads * key_dim
+    q, k, v = torch.split_with_sizes(conv_out, (keys, keys, value_heads * value_dim), -1)
+    return (
+        q.unflatten(-1, (key_heads, key_dim)),
+        k.unflatten(-1, (key_heads, key_dim)),
+        v.unflatten(-1, (value_heads, value_dim)),
+    )
+
+
+def _finish(mixer: Any, weights: Weights, y: Tensor, gate: Tensor) -> Tensor:
+    """Norm and output projection; the norm runs over the channels of one head."""
+    batch, tokens, value_heads, value_dim = y.shape
+    normed = mixer.norm(y.reshape(-1, value_dim), gate.reshape(-1, value_dim))
+    return weights.out_proj(normed.view(batch, tokens, value_heads * value_dim))

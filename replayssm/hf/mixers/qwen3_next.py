@@ -7,9 +7,20 @@ from typing import Any
 from torch import nn
 
 from replayssm.hf.mixers import gdn
-from replayssm.hf.mixers.gdn import Weights, layer_shape, replay_forward
+from replayssm.hf.mixers.gdn import Weights, layer_shape, replay_forward, run_prompt
 
-__all__ = ["MIXERS", "OPS", "ROUTED", "Weights", "bypassed", "layer_shape", "linears", "prepare", "replay_forward"]
+__all__ = [
+    "MIXERS",
+    "OPS",
+    "ROUTED",
+    "Weights",
+    "bypassed",
+    "layer_shape",
+    "linears",
+    "prepare",
+    "replay_forward",
+    "run_prompt",
+]
 
 OPS = "gdn_decode"
 MIXERS = ("Qwen3NextGatedDeltaNet",)

@@ -1,0 +1,214 @@
+"""Texts of models with Gated DeltaNet and attention layers: with drafts, without, and of plain transformers."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from tiny_gdn import MODELS, fresh_model, greedy_text, make_prompts, shared_model, step_logits
+from tiny_mamba2 import oracle, pad
+from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, StoppingCriteriaList
+from transformers.generation import MaxLengthCriteria
+
+import replayssm.hf as hf
+from replayssm.hf import linear
+
+LENGTHS = (9, 2, 14, 5, 1)
+COUNT = 21
+HITS = {
+    "right": lambda place: True,
+    "wrong": lambda place: False,
+    "alternating": lambda place: place % 2 == 0,
+    "mixed": lambda place: place % 5 != 0,
+}
+
+
+def new_tokens(ids, width):
+    return [row[width:].tolist() for row in ids]
+
+
+def check(name, draft, num_draft_tokens, batch, side="left", window=16, seed=1, count=COUNT):
+    prompts = make_prompts(name, LENGTHS[:batch], seed)
+    expected = [greedy_text(name, prompt, count) for prompt in prompts]
+    if draft in HITS:
+        draft = oracle([p + e for p, e in zip(prompts, expected, strict=True)], HITS[draft])
+    ids, mask = pad(prompts, side)
+    out, stats = hf.generate(
+        shared_model(name),
+        ids,
+        attention_mask=mask,
+        draft=draft,
+        num_draft_tokens=num_draft_tokens,
+        max_new_tokens=count,
+        window=window,
+        return_stats=True,
+    )
+    assert torch.equal(out[:, : ids.shape[1]], ids)
+    assert new_tokens(out, ids.shape[1]) == expected
+    assert stats.exact
+    return stats
+
+
+MATRIX = list(itertools.product(MODELS, ("lookup", *HITS), range(1, 9), range(1, 6)))
+
+
+@pytest.mark.parametrize("combination", random.Random(0).sample(MATRIX, 40), ids=str)
+def test_text_is_that_of_single_steps(combination):
+    check(*combination)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("combination", MATRIX, ids=str)
+@pytest.mark.parametrize("window", [9, 16])
+def test_text_is_that_of_single_steps_full_matrix(combination, window):
+    check(*combination, window=window)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_without_drafts(name):
+    stats = check(name, None, 4, 5, side="right")
+    assert stats.rounds == COUNT - 1 and stats.drafted == 0
+
+
+@pytest.mark.parametrize(("draft", "rate"), [("right", 1.0), ("wrong", 0.0)])
+def test_accept_rate(draft, rate):
+    stats = check("3_5", draft, 5, 3)
+    assert stats.accept_rate == rate and stats.drafted > 0
+    assert stats.rounds == (4 if rate else COUNT - 1)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 7, 16, 40, 64])
+def test_every_window(window):
+    check("next", "mixed", 3, 3, window=window)
+
+
+@pytest.mark.parametrize("name", ["next", "3_5_moe"])
+def test_rows_that_outgrow_their_room_for_keys_at_different_times(name):
+    """Prompts of 1 to 14 tokens and 140 new ones: the buffers of 64 keys double while drafts are open."""
+    check(name, "mixed", 7, 5, count=140)
+
+
+def test_the_longest_draft_is_that_of_the_op():
+    check("next", "right", 15, 2)
+    ids = torch.tensor([[3, 4, 5]])
+    with pytest.raises(ValueError, match="max_tokens: expected at most 16 with a GDNLayer, got 17"):
+        hf.generate(shared_model("next"), ids, num_draft_tokens=16, max_new_tokens=40)
+
+
+@pytest.mark.parametrize("draft", ["right", None])
+def test_rows_that_end_early(draft):
+    name = "next"
+    prompts = make_prompts(name, (5, 8, 3), seed=3)
+    texts = [greedy_text(name, prompt, COUNT) for prompt in prompts]
+    ends = (texts[0][3], texts[1][9])
+    expected = [text[: min((text.index(e) + 1 for e in ends if e in text), default=COUNT)] for text in texts]
+    assert len({len(each) for each in expected}) > 1 and len(expected[0]) <= 4
+    if draft:
+        draft = oracle([p + t for p, t in zip(prompts, texts, strict=True)], HITS[draft])
+    ids, mask = pad(prompts)
+    out = hf.generate(
+        shared_model(name), ids, attention_mask=mask, draft=draft, eos_token_id=ends, pad_token_id=60,
+        max_new_tokens=COUNT,
+    )  # fmt: skip
+    longest = max(map(len, expected))
+    assert new_tokens(out, 8) == [text + [60] * (longest - len(text)) for text in expected]
+
+
+@pytest.mark.parametrize("name", ["next_moe", "3_5"])
+def test_sampling_does_not_depend_on_drafts_or_the_batch(name):
+    prompts = make_prompts(name, (9, 4, 6))
+    ids, mask = pad(prompts)
+    options = dict(do_sample=True, temperature=0.9, top_k=12, top_p=0.95, seed=7, max_new_tokens=COUNT)
+    plain = hf.generate(shared_model(name), ids, attention_mask=mask, draft=None, **options)
+    for num_draft_tokens in (2, 6):
+        drafted, stats = hf.generate(
+            shared_model(name),
+            ids,
+            attention_mask=mask,
+            num_draft_tokens=num_draft_tokens,
+            return_stats=True,
+            **options,
+        )
+        assert torch.equal(drafted, plain) and stats.drafted > 0
+    alone = hf.generate(shared_model(name), torch.tensor([prompts[1]]), request_ids=[1], **options)
+    assert new_tokens(alone, 4) == new_tokens(plain[1:2], 9)
+    other = hf.generate(shared_model(name), ids, attention_mask=mask, **{**options, "seed": 8})
+    assert not torch.equal(other, plain)
+
+
+def test_processors_and_criteria_run_token_by_token():
+    (prompt,) = make_prompts("3_5", (9,))
+    ids = torch.tensor([prompt])
+    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.4)])
+    expected = shared_model("3_5").generate(
+        ids, do_sample=False, max_new_tokens=15, repetition_penalty=1.4, eos_token_id=None
+    )
+    assert new_tokens(expected, 9)[0] != greedy_text("3_5", prompt, 15)
+    draft = oracle([expected[0].tolist()], HITS["mixed"])
+    for stop in (24, 17):
+        out = hf.generate(
+            shared_model("3_5"), ids, draft=draft, num_draft_tokens=6, max_new_tokens=15, logits_processor=processors,
+            stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(stop)]),
+        )  # fmt: skip
+        assert torch.equal(out, expected[:, :stop])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_through_transformers_generate(name):
+    prompts = make_prompts(name, (7, 3))
+    ids, mask = pad(prompts)
+    out = shared_model(name).generate(
+        ids, attention_mask=mask, max_new_tokens=12, do_sample=False, custom_generate=hf.custom_generate,
+        draft="lookup", num_draft_tokens=4,
+    )  # fmt: skip
+    assert new_tokens(out, 7) == [greedy_text(name, prompt, 12) for prompt in prompts]
+    alone = shared_model(name).generate(torch.tensor(prompts[:1]), max_new_tokens=12, do_sample=False)
+    assert torch.equal(alone, out[:1])
+    with pytest.raises(ValueError, match="position_ids: expected none, or each row's tokens counted from 0"):
+        shared_model(name).generate(
+            ids, attention_mask=mask, position_ids=torch.arange(7).expand(2, -1), max_new_tokens=12, do_sample=False,
+            custom_generate=hf.custom_generate,
+        )  # fmt: skip
+
+
+def test_a_draft_model_of_another_family():
+    draft_model = fresh_model("3_5", seed=4, vocab_size=61)
+    (prompt,) = make_prompts("next", (9,))
+    out, stats = hf.generate(
+        shared_model("next"), torch.tensor([prompt]), draft_model=draft_model, num_draft_tokens=3, max_new_tokens=COUNT,
+        return_stats=True,
+    )  # fmt: skip
+    assert new_tokens(out, 9) == [greedy_text("next", prompt, COUNT)] and stats.drafted > 0
+    out, stats = hf.generate(
+        shared_model("next"), torch.tensor([prompt]), draft_model=fresh_model("next"), num_draft_tokens=3,
+        max_new_tokens=COUNT, return_stats=True,
+    )  # fmt: skip
+    assert new_tokens(out, 9) == [greedy_text("next", prompt, COUNT)] and stats.accept_rate == 1
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_are_not_packed_give_the_same_text(name, monkeypatch):
+    monkeypatch.setattr(linear, "_MOST_PACKED", 0)
+    check(name, "mixed", 4, 3)
+
+
+@pytest.mark.parametrize("name", ["next", "3_5"])
+def test_eager_attention(name):
+    model = fresh_model(name, attn_implementation="eager")
+    prompts = make_prompts(name, (9, 4))
+    ids, mask = pad(prompts)
+    expected = [greedy_text(name, prompt, 15) for prompt in prompts]
+    draft = oracle([p + e for p, e in zip(prompts, expected, strict=True)], HITS["mixed"])
+    out = hf.generate(model, ids, attention_mask=mask, draft=draft, num_draft_tokens=5, max_new_tokens=15)
+    assert new_tokens(out, 9) == expected
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_of_a_prompt_are_those_of_single_steps(name):
+    """100 tokens: several blocks of the delta rule, and room for keys that grows in the prompt."""
+    (prompt,) = make_prompts(name, (100,), seed=2)
+    model = hf.attach(fresh_model(name))
+    with hf.ReplayCache(model, 1) as cache, torch.no_grad():
+        got = model(torch.tensor([prompt]), **{cache.name: cache}).logits[0]
+    expected = step_logits(shared_model(name), prompt)
+    torch.testing.assert_close(got, expected, rtol=0, atol=2e-4 * float(expected.abs().max()))
