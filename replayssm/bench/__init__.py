@@ -165,6 +165,12 @@ FAMILIES = {
         state_dtypes=("fp32", "bf16", "fp16"),
         modes=("frozen", "windows"),
     ),
+    "exact": Family(
+        summary="Mamba-2 with the bits of the prefill: exact decode, and the chunk scan",
+        ops=("decode", "scan"),
+        state_dtypes=("fp32",),
+        modes=("mix", "chunk"),
+    ),
 }
 
 
