@@ -64,6 +64,12 @@ def check_model(model: object) -> ModuleType:
         raise ValueError(f"model: {name} is an encoder-decoder; {_SUPPORTED}")
     family = FAMILIES.get(model.config.model_type)
     if family is None:
+        inside = model.config.get_text_config().model_type
+        if inside in FAMILIES:
+            raise ValueError(
+                f"model: {name} is more than its text model, whose family '{inside}' is supported; load that alone with "
+                "AutoModelForCausalLM"
+            )
         if getattr(model, "_is_stateful", False):
             raise ValueError(f"model: the recurrent layers of {name} are of an unsupported family; {_SUPPORTED}")
         raise ValueError(f"model: {name} has no recurrent layers to replay; {_SUPPORTED}")
@@ -77,9 +83,9 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
     """Prepare a model for replay decoding, in place.
 
     The forward of the base model is replaced: called with a ``ReplayCache`` it runs from the cache's pool, otherwise it
-    does what it did before. Weights stored in bf16 or fp16 are converted to fp32, because bf16 logits tie
-    and equal texts could not be promised; ``detach`` converts them back exactly. Attaching an attached model changes
-    nothing.
+    does what it did before. Everything is computed in fp32, because bf16 logits tie and equal texts could not be
+    promised. Weights of Mamba-2 models on a GPU stay as they are stored; others that are stored in bf16 or fp16 are
+    converted to fp32, and ``detach`` converts them back exactly. Attaching an attached model changes nothing.
 
     Args:
         model: a causal LM of a supported family, on a supported device.
@@ -139,7 +145,8 @@ def _attach(model: PreTrainedModel, family: ModuleType) -> Attachment:
     parameters = inspect.signature(model.forward).parameters
     cache_name = next(name for name in ("cache", "cache_params", "past_key_values") if name in parameters)
     attachment = Attachment(model.config.model_type, base, mixers, model.get_output_embeddings(), cache_name)
-    attachment.stored_dtypes = _narrow_tensors(model)
+    narrow = _narrow_tensors(model)
+    attachment.stored_dtypes = [] if attachment.keeps_types else narrow
     try:
         for tensor, _ in attachment.stored_dtypes:
             tensor.data = tensor.data.float()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from replayssm.hf.mixers import FAMILIES
+from replayssm.hf.norm import is_known, pays
 
 ATTRIBUTE = "_replayssm_attachment"
 _LAYER_TYPES = {"full_attention", "linear_attention"}
@@ -74,6 +75,19 @@ class Attachment:
         """Blocks that send every token to experts of its own."""
         return [module for module in self.base.modules() if type(module).__name__ in self.family.ROUTED]
 
+    @property
+    def keeps_types(self) -> bool:
+        """Whether weights stay in the types they are stored in, because all that reads them computes in fp32.
+
+        So it is on a GPU, where reading a weight is what a product costs; a CPU multiplies fp32 weights faster.
+        """
+        parameters = list(self.base.parameters())
+        if not getattr(self.family, "CONVERTS", False) or not pays(parameters[0].device):
+            return False
+        modules = [*self.body_linears, *(m for m in self.base.modules() if is_known(m) or type(m) is nn.Embedding)]
+        known = {id(each) for module in [*self.mixers, *modules] for each in module.parameters()}
+        return all(id(each) in known for each in parameters)
+
     def _outside(self) -> Iterator[nn.Module]:
         return _modules(self.base, {*self.family.MIXERS, *self.family.ROUTED})
 
@@ -114,7 +128,7 @@ class Attachment:
                 )
             if layer._forward_hooks or layer._forward_pre_hooks:
                 raise ValueError(f"model: layer '{name}' has forward hooks, which replay would not call; remove them")
-            if layer.weight.dtype != torch.float32:
+            if layer.weight.dtype != torch.float32 and not self.keeps_types:
                 raise ValueError(
                     f"model: the weight of '{name}' became {layer.weight.dtype} since attach; call detach, convert the "
                     "model, and attach it again"

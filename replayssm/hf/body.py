@@ -54,6 +54,22 @@ class Product(nn.Module):
         return self.product(x)
 
 
+class Embedded(nn.Module):
+    """Stands for an embedding: gives fp32 whatever it is stored as.
+
+    Args:
+        embedding: the module.
+    """
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self._embedding = (embedding,)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look ``ids`` up."""
+        return self._embedding[0](ids).float()
+
+
 class Routed(nn.Module):
     """Stands for a block of experts: a token's bits do not depend on which experts its neighbours need.
 
@@ -100,6 +116,8 @@ class Body:
         exchanged: dict[int, nn.Module] = {id(linear): product for linear, product in products}
         exchanged |= {id(block): routed for block, routed in zip(attachment.routed, self._routed, strict=True)}
         exchanged |= {id(module): Norm(module) for module in base.modules() if is_known(module)}
+        if attachment.keeps_types:
+            exchanged |= {id(module): Embedded(module) for module in base.modules() if type(module) is nn.Embedding}
         exchanged |= {id(mixer): ReplayMixer(mixer, number) for number, mixer in enumerate(attachment.mixers)}
         self._model = _exchange(base, exchanged, outermost=True)
         self.exact = (

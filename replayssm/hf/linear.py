@@ -64,7 +64,7 @@ class RowProduct:
         make = _packed if pack else _alone if weight.is_cuda else _plain
         self._multiply = make(weight, bias)
         threads = torch.get_num_threads()
-        key = (weight.shape, weight.device, bias is not None, pack, threads)
+        key = (weight.shape, weight.dtype, weight.device, bias is not None, pack, threads)
         if key not in _measurements:
             _measurements[key] = _measure(self._multiply, weight.shape[1], weight.device)
         agreeing, large = _measurements[key]

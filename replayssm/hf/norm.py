@@ -61,7 +61,7 @@ class Norm(nn.Module):
 
 
 def pays(device: torch.device) -> bool:
-    """Whether launches cost anything on a device; where they do not, modules are left alone."""
+    """Whether launches and bytes read are what a round costs on a device; on a CPU, modules are left alone."""
     return device.type != "cpu"
 
 

@@ -238,3 +238,40 @@ def test_norms_in_one_launch_are_those_of_the_model(monkeypatch):
     prompts = make_prompts("biases", (6, 3, 9))
     texts, _ = generate(fresh_model(), prompts)
     assert texts == [greedy_text("biases", prompt, COUNT) for prompt in prompts]
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    from replayssm.hf import attachment, linear, norm
+
+    for module in (norm, attachment):
+        monkeypatch.setattr(module, "pays", lambda _: True)
+    monkeypatch.setattr("replayssm.hf.cache.may_pack", lambda _: False)
+    monkeypatch.setattr("replayssm.hf.forward.may_pack", lambda _: False)
+    monkeypatch.setattr(linear, "_plain", linear._alone)
+
+
+@pytest.mark.parametrize("name", ["biases", "tied"])
+def test_weights_stay_as_they_are_stored(name, as_on_a_gpu):
+    model, wide = fresh_model(name).bfloat16(), fresh_model(name).bfloat16().float()
+    prompts = make_prompts(name, (6, 3, 9))
+    hf.attach(model)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    texts, stats = generate(model, prompts)
+    assert texts == generate(wide, prompts)[0] and stats.exact
+    # Its own forward is still that of bf16.
+    ids = torch.tensor([prompts[0]])
+    assert torch.equal(model(ids).logits, fresh_model(name).bfloat16()(ids).logits)
+    with torch.no_grad():
+        model.backbone.layers[0].mixer.A_log.add_(0.5)
+        wide.backbone.layers[0].mixer.A_log.data.copy_(model.backbone.layers[0].mixer.A_log)
+    assert generate(model, prompts)[0] == generate(wide, prompts)[0]
+
+
+def test_a_model_with_a_module_of_its_own_is_converted(as_on_a_gpu):
+    model = fresh_model().bfloat16()
+    model.backbone.layers[0].norm.register_forward_hook(lambda *_: None)
+    hf.attach(model)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    hf.detach(model)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

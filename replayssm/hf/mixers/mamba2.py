@@ -16,6 +16,8 @@ from replayssm.hf.norm import in_one_launch
 from replayssm.mamba import checkpointing_ssu
 
 OPS = "mamba"
+# Whether ``prepare`` takes weights of any type.
+CONVERTS = True
 MIXERS = ("Mamba2Mixer",)
 ROUTED: tuple[str, ...] = ()
 
@@ -84,8 +86,8 @@ def prepare(mixer: Any, pack: bool) -> Weights:
         in_proj=RowProduct(mixer.in_proj, pack),
         out_proj=RowProduct(mixer.out_proj, pack),
         norm=in_one_launch(mixer.norm),
-        conv_weight=mixer.conv1d.weight.detach().squeeze(1).t().contiguous().t(),
-        conv_bias=None if bias is None else bias.detach(),
+        conv_weight=mixer.conv1d.weight.detach().float().squeeze(1).t().contiguous().t(),
+        conv_bias=None if bias is None else bias.detach().float(),
         A=(-torch.exp(mixer.A_log.detach().float()))[:, None, None].expand(heads, headdim, dstate),
         D=mixer.D.detach().float()[:, None].expand(heads, headdim),
         dt_bias=mixer.dt_bias.detach().float()[:, None].expand(heads, headdim),
