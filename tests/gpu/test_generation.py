@@ -255,3 +255,15 @@ def test_threads_share_an_attached_model():
         for _ in range(3):
             got = threads.map(lambda batch: texts(model, *batch, "cuda"), batches)
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", ["biases", "tied"])
+def test_weights_stay_as_they_are_stored(name):
+    model = fresh_model(name).bfloat16()
+    ids, mask = padded_batch(name, (7, 4, 12))
+    expected = texts(fresh_model(name).bfloat16().float(), ids, mask, "cpu")
+    hf.attach(model.cuda())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    for num_draft_tokens in (0, 3, 11):
+        got, stats = run(model, ids, mask, "cuda", num_draft_tokens=num_draft_tokens)
+        assert torch.equal(got, expected) and stats.exact
