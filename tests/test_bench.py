@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from replayssm.bench import BadOption, Options, WrongAnswer, flashinfer, mamba_buffers, report, vary
+from replayssm.bench import FAMILIES, BadOption, Options, WrongAnswer, flashinfer, mamba_buffers, report, vary
 from replayssm.bench import mamba as family
 from replayssm.bench.plot import Panel, Plot, Series, draw
 from replayssm.bench.timing import Timer, interleaved_time, one_thread, verify
@@ -127,6 +128,20 @@ def test_options_replace_the_values_of_the_standard_table():
             assert f"fp32 state, 128/8 heads, {tokens} token(s), mix, batch {batch}" in standard
     for prefix in (0, 1, 8, 16):
         assert f"bf16 state, 128/8 heads, materialize, prefix {prefix}, batch 64" in standard
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_every_family_has_a_standard_table_and_a_shorter_one(name, device):
+    module, offered = importlib.import_module(f"replayssm.bench.{name}"), FAMILIES[name]
+    full, quick = (module.cases(Options(device=device, quick=quick)) for quick in (False, True))
+    assert 0 < len(quick) <= len(full)
+    labels = [(case.table, case.label) for case in full]
+    assert len(set(labels)) == len(labels)
+    for op in offered.ops:
+        part = module.cases(Options(device=device, ops=[op]))
+        assert len(part) > 0 and {(case.table, case.label) for case in part} <= set(labels)
+    assert module.plots({}) == []
 
 
 def test_vary_keeps_the_order_and_drops_doubles():
