@@ -67,8 +67,8 @@ def check_model(model: object) -> ModuleType:
         inside = model.config.get_text_config().model_type
         if inside in FAMILIES:
             raise ValueError(
-                f"model: {name} is more than its text model, whose family '{inside}' is supported; load that alone with "
-                "AutoModelForCausalLM"
+                f"model: {name} is more than its text model, whose family '{inside}' is supported; load that alone "
+                "with AutoModelForCausalLM"
             )
         if getattr(model, "_is_stateful", False):
             raise ValueError(f"model: the recurrent layers of {name} are of an unsupported family; {_SUPPORTED}")

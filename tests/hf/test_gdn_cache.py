@@ -7,6 +7,7 @@ import torch
 from tiny_gdn import MODELS, fresh_model, greedy_text, make_prompts, shared_model, step_logits
 from tiny_mamba2 import cache_name
 from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 import replayssm.hf as hf
 from replayssm.hf.attachment import attachment_of
@@ -317,6 +318,17 @@ def test_kinds_of_attention_that_are_not_supported():
     model.config.layer_types = ["linear_attention", "sliding_attention"] * 2
     with pytest.raises(ValueError, match="layers of type sliding_attention are not supported; supported are full_att"):
         hf.attach(model)
+
+
+def test_a_model_that_sees_images_is_told_apart_from_its_text_model():
+    text = {**MODELS["3_5"][1], "vocab_size": 64}
+    vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=16)
+    config = Qwen3_5Config(text_config=text, vision_config=vision)
+    with pytest.raises(ValueError, match="its text model, whose family 'qwen3_5_text' is supported; load that alone"):
+        hf.attach(Qwen3_5ForConditionalGeneration(config))
+    model = AutoModelForCausalLM.from_config(config)
+    out = hf.generate(model, torch.tensor([[3, 4, 5]]), max_new_tokens=4, eos_token_id=())
+    assert out.shape == (1, 7)
 
 
 def test_names_of_arguments_and_what_cannot_be_had(model):

@@ -19,6 +19,7 @@ from replayssm.cursors import Cursors
 from replayssm.gdn_decode import gated_delta_rule_checkpointing, gated_delta_rule_mtp
 from replayssm.gdn_decode.arguments import MAX_TOKENS
 from replayssm.hf.linear import JoinedProduct, RowProduct
+from replayssm.hf.norm import in_one_launch
 
 
 def layer_shape(mixer: Any) -> GDNLayer:
@@ -39,6 +40,7 @@ class Weights:
     Attributes:
         in_proj: the input projections; columns q, k, v, z, b, a, each with consecutive heads.
         out_proj: the output projection.
+        norm: the gated norm.
         conv_weight: ``[channels, width]``, stored tap by tap.
         conv_bias: ``[channels]`` or None.
         A_log: fp32 ``[value_heads]``.
@@ -48,6 +50,7 @@ class Weights:
 
     in_proj: JoinedProduct
     out_proj: RowProduct
+    norm: nn.Module
     conv_weight: Tensor
     conv_bias: Tensor | None
     A_log: Tensor
@@ -79,6 +82,7 @@ def prepare(mixer: Any, projections: Sequence[nn.Linear], order: Sequence[int] |
     return Weights(
         in_proj=JoinedProduct(projections, order, pack),
         out_proj=RowProduct(mixer.out_proj, pack),
+        norm=in_one_launch(mixer.norm),
         conv_weight=mixer.conv1d.weight.detach().squeeze(1).t().contiguous().t(),
         conv_bias=None if bias is None else bias.detach(),
         A_log=mixer.A_log.detach().float(),
@@ -138,7 +142,7 @@ def replay_forward(
         state_batch_indices=slots,
         max_window=window,
     )
-    return _finish(mixer, weights, y, gate)
+    return _finish(weights, y, gate)
 
 
 def run_prompt(mixer: Any, weights: Weights, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,7 +185,7 @@ def run_prompt(mixer: Any, weights: Weights, hidden_states: Tensor) -> tuple[Ten
             disable_state_update=False,
             backend="tensor_core",
         )
-    return _finish(mixer, weights, y, gate), state, rows[:, tokens:].transpose(1, 2)
+    return _finish(weights, y, gate), state, rows[:, tokens:].transpose(1, 2)
 
 
 def _project(mixer: Any, weights: Weights, hidden_states: Tensor) -> tuple[Tensor, ...]:
@@ -208,8 +212,8 @@ def _heads(mixer: Any, weights: Weights, conv_out: Tensor) -> tuple[Tensor, Tens
     )
 
 
-def _finish(mixer: Any, weights: Weights, y: Tensor, gate: Tensor) -> Tensor:
+def _finish(weights: Weights, y: Tensor, gate: Tensor) -> Tensor:
     """Norm and output projection; the norm runs over the channels of one head."""
     batch, tokens, value_heads, value_dim = y.shape
-    normed = mixer.norm(y.reshape(-1, value_dim), gate.reshape(-1, value_dim))
+    normed = weights.norm(y.reshape(-1, value_dim), gate.reshape(-1, value_dim))
     return weights.out_proj(normed.view(batch, tokens, value_heads * value_dim))
