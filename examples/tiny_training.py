@@ -9,12 +9,11 @@ from __future__ import annotations
 import argparse
 import copy
 import csv
-import importlib.util
 import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -109,12 +108,35 @@ def optimizer_for(model: PreTrainedModel, weight_decay: float) -> torch.optim.Ad
     matrices = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() != 2]  # norms, biases, A, D, dt_bias and the short convolution
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=model.device.type == "cuda")
+    rate = torch.zeros((), device=model.device)  # a captured step reads it anew each time
+    on_gpu = model.device.type == "cuda"
+    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=True, capturable=on_gpu)
 
 
 def rate_at(progress: float, peak: float, warm: float = 0.02) -> float:
     """Linear warm-up over the first ``warm`` of the run, then a cosine to zero."""
     return peak * min(progress / warm, 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def captured(step: Callable[[Tensor], Tensor], ids: Tensor) -> Callable[[Tensor], Tensor]:
+    """The same step as one CUDA graph: it is some thousand small launches, which take longer than the work."""
+    ids = ids.clone()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(ids)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step(ids)
+
+    def replay(new_ids: Tensor) -> Tensor:
+        ids.copy_(new_ids)
+        graph.replay()
+        return loss
+
+    return replay
 
 
 def train(recipe: Recipe, args: argparse.Namespace) -> None:
@@ -123,41 +145,46 @@ def train(recipe: Recipe, args: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     check_forward(recipe, device)
+    torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
     torch.manual_seed(args.seed)
     streams = np.load(args.tokens)
     vocab = int(max(streams["train"].max(), streams["heldout"].max())) + 1
     model = recipe.build(vocab, args.hidden_size, args.layers).to(device).train()
     optimizer = optimizer_for(model, args.weight_decay)
-    fast = recipe
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-        # A block at a time: those of one kind share their code, so that there is little to compile.
-        fast = replace(recipe, block=torch.compile(recipe.block))
-    source = batches(streams["train"], args.batch, args.length, args.seed, device)
-    epoch = len(streams["train"]) // (args.length * args.batch)
-    history: list[dict[str, float]] = []
-    running, step, progress = [], 0, 0.0
-    while progress < 1:
-        minutes = (time.monotonic() - began) / 60
-        step += 1
-        progress = max(step / (epoch * args.epochs), minutes / args.minutes)  # it ends on time on a slow machine too
-        for group in optimizer.param_groups:
-            group["lr"] = rate_at(min(progress, 1.0), args.rate)
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            loss = loss_of(fast, model, next(source), args.dropout, dtype)
+    # Without autocast's cache of converted weights, which a captured step could not refresh.
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
+
+    def step(ids: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        with autocast:
+            loss = loss_of(recipe, model, ids, args.dropout, dtype)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        optimizer.zero_grad()
-        running.append(loss.detach())
-        if step % max(epoch, args.report) == 0 or progress >= 1:
-            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        return loss.detach()
+
+    source = batches(streams["train"], args.batch, args.length, args.seed, device)
+    fast = captured(step, next(source)) if device.type == "cuda" else step  # learning rate still zero
+    epoch = len(streams["train"]) // (args.length * args.batch)
+    ready, deadline = time.monotonic(), began + 60 * args.minutes
+    history: list[dict[str, float]] = []
+    running: list[float] = []
+    done, progress = 0, 0.0
+    while progress < 1:
+        done += 1
+        # By time as well, so that the schedule ends in time on a slow machine too.
+        progress = max(done / (epoch * args.epochs), (time.monotonic() - ready) / (deadline - ready))
+        for group in optimizer.param_groups:
+            group["lr"].fill_(rate_at(min(progress, 1.0), args.rate))
+        running.append(float(fast(next(source))))  # waits for the step, or the clock would run behind
+        if done % max(epoch, args.report) == 0 or progress >= 1:
+            with autocast:
                 held_out = held_out_loss(recipe, model, streams["heldout"], args.length, dtype)
             row = {
-                "step": step,
-                "epoch": round(step / epoch, 2),
-                "minutes": round(minutes, 2),
-                "train_loss": round(float(torch.stack(running).mean()), 4),
+                "step": done,
+                "epoch": round(done / epoch, 2),
+                "minutes": round((time.monotonic() - began) / 60, 2),
+                "train_loss": round(sum(running) / len(running), 4),
                 "heldout_loss": round(held_out, 4),
             }
             running.clear()
@@ -165,7 +192,8 @@ def train(recipe: Recipe, args: argparse.Namespace) -> None:
             if all(held_out < earlier["heldout_loss"] for earlier in history):
                 save(model, args.out)
             history.append(row)
-            write_history(history, args.out)
+            write_history(history, args.out / "loss.csv")
+    plot(history, args.out / "loss.png")
 
 
 def save(model: PreTrainedModel, out: Path) -> None:
@@ -177,14 +205,14 @@ def save(model: PreTrainedModel, out: Path) -> None:
     (out / "config.json").write_text(json.dumps(config | {"dtype": "float32"}, indent=2) + "\n")
 
 
-def write_history(history: list[dict[str, float]], out: Path) -> None:
-    """Write loss.csv, and loss.png if matplotlib is installed."""
-    with (out / "loss.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, history[0].keys())
+def write_history(history: list[dict[str, float]], file: Path) -> None:
+    with file.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, history[0].keys())
         writer.writeheader()
         writer.writerows(history)
-    if importlib.util.find_spec("matplotlib") is None:
-        return
+
+
+def plot(history: list[dict[str, float]], file: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3.5), layout="constrained")
@@ -195,7 +223,7 @@ def write_history(history: list[dict[str, float]], out: Path) -> None:
     axes.set(xlabel="epoch", ylabel="cross entropy, nats per token")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(out / "loss.png", dpi=100)
+    figure.savefig(file, dpi=100)
 
 
 def main(recipe: Recipe, description: str) -> None:

@@ -24,7 +24,6 @@ from torch import Tensor
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 ROPE_THETA, ROTARY_SHARE = 10000.0, 0.25
-SOLVED_DIRECTLY = 4  # size up to which a triangle is inverted as a product of powers
 
 
 def build(vocab_size: int, hidden_size: int, layers: int) -> Qwen3_5ForCausalLM:
@@ -62,7 +61,7 @@ def build(vocab_size: int, hidden_size: int, layers: int) -> Qwen3_5ForCausalLM:
 
 
 class UnitLowerInverse(torch.autograd.Function):
-    """(I + L)^-1 of strictly lower triangular L [..., n, n]; n is `SOLVED_DIRECTLY` times a power of two."""
+    """(I + L)^-1 of strictly lower triangular L [..., n, n]; n is a power of two."""
 
     @staticmethod
     def forward(ctx: Any, L: Tensor) -> Tensor:  # noqa: D102
@@ -78,13 +77,11 @@ class UnitLowerInverse(torch.autograd.Function):
 
 
 def unit_lower_inverse(L: Tensor) -> Tensor:
-    """Halves on the diagonal first; powers of a large triangle would grow and cancel when keys repeat."""
+    """Halves on the diagonal first: in a series for the whole, powers would grow and cancel when keys repeat."""
     size = L.shape[-1]
-    if size <= SOLVED_DIRECTLY:  # (I - L)(I + L²)(I + L⁴)...
-        inverse, power = torch.eye(size, device=L.device, dtype=L.dtype) - L, L @ L
-        for _ in range(size.bit_length() - 2):
-            inverse, power = inverse + inverse @ power, power @ power
-        return inverse
+    if size <= 4:  # I - L + L² - L³
+        identity = torch.eye(size, device=L.device, dtype=L.dtype)
+        return (identity - L) @ (identity + L @ L)
     half = size // 2
     upper, lower = unit_lower_inverse(torch.stack((L[..., :half, :half], L[..., half:, half:])))
     corner = -(lower @ L[..., half:, :half] @ upper)
