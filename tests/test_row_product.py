@@ -58,11 +58,15 @@ def test_the_op_is_known_to_torch():
     assert torch.equal(compiled(x), row_product(x * 2, weight, bias) + 1)
 
 
-def test_what_the_bits_depend_on_follows_from_the_weight():
-    for columns in (5, 256, 2048, 6448, 50288):
-        for weight_bytes in (2, 4):
-            tiles = [configs.tile(rows, columns, weight_bytes) for rows in (1, 16, 17, 33, 64, 4096)]
-            assert len({(tile.columns, tile.depth, tile.warps) for tile in tiles}) == 1
+def test_tiles_hold_every_shape():
+    for depth in (1, 64, 500, 512, 1000, 1024, 1100, 4097):
+        parts = configs.num_parts(depth)
+        # The kernel has room for four sums.
+        assert parts in (1, 2, 4) and parts * configs.BLOCK <= max(depth, configs.BLOCK)
+        for rows in (1, 16, 17, 33, 64, 4096):
+            for columns in (5, 256, 2048, 6448, 50288):
+                tile = configs.tile(rows, columns, depth)
+                assert tile.rows >= min(rows, 64) and tile.columns >= 16 and tile.stages > 1
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from replayssm.testing import using
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    ("rows", "inputs", "outputs", "bias"), [(1, 33, 20, True), (18, 150, 17, False), (5, 128, 3, True)]
+    ("rows", "inputs", "outputs", "bias"),
+    [(1, 33, 20, True), (18, 150, 17, False), (5, 600, 3, True), (35, 1100, 7, True)],
 )
 def test_values_and_bits(dtype, rows, inputs, outputs, bias):
     generator = torch.Generator().manual_seed(rows)
@@ -23,7 +24,7 @@ def test_values_and_bits(dtype, rows, inputs, outputs, bias):
     out = torch.full((rows, outputs + 2), float("nan"))
     with using("kernels"):
         row_product(x, weight, offset, out=out[:, :outputs])
-        last = row_product(x[-1:], weight, offset)
+        last = row_product(x[-1:], weight, offset)  # other tiles, the parts side by side
     expected = x.double() @ weight.double().t() + (0 if offset is None else offset.double())
     torch.testing.assert_close(out[:, :outputs].double(), expected, atol=2e-5, rtol=2e-6)
     assert out[:, outputs:].isnan().all()
