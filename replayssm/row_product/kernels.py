@@ -1,8 +1,8 @@
 """``row_product`` in Triton: a program sums some outputs of some rows over all inputs.
 
-The inputs come in parts, and a part in blocks; each part has a sum of its own, in the order of its blocks, and these are
-added in the order of the parts. So the order does not depend on how many rows there are. Few rows would wait for every
-addition, hence their parts go side by side; many rows keep a unit busy with one part after the other.
+The inputs come in parts, and a part in blocks; each part has a sum of its own, in the order of its blocks, and these
+are added in the order of the parts. So the order does not depend on how many rows there are. Few rows would wait for
+every addition, hence their parts go side by side; many rows keep a unit busy with one part after the other.
 """
 
 import triton
