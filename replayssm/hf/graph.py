@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, suppress
@@ -25,6 +26,10 @@ def why_not(model: nn.Module, device: torch.device) -> str | None:
     return None
 
 
+# Threads take turns, as they share the stream.
+_LOCK = threading.Lock()
+
+
 @cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
     """One for all graphs: they share memory only on one stream, and every stream has a workspace of cuBLAS for good."""
@@ -44,7 +49,7 @@ class Graph:
         self._graph = torch.cuda.CUDAGraph()
         stream = _capture_stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with _LOCK, torch.cuda.stream(stream):
             # Other threads may go on allocating and launching meanwhile.
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
