@@ -84,8 +84,9 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
 
     The forward of the base model is replaced: called with a ``ReplayCache`` it runs from the cache's pool, otherwise it
     does what it did before. Everything is computed in fp32, because bf16 logits tie and equal texts could not be
-    promised. Weights of Mamba-2 models on a GPU stay as they are stored; others that are stored in bf16 or fp16 are
-    converted to fp32, and ``detach`` converts them back exactly. Attaching an attached model changes nothing.
+    promised. On a GPU weights stay as they are stored, unless the model has modules that we do not run ourselves
+    (experts, say); otherwise those stored in bf16 or fp16 are converted to fp32, and ``detach`` converts them back
+    exactly. Attaching an attached model changes nothing.
 
     Args:
         model: a causal LM of a supported family, on a supported device.

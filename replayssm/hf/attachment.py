@@ -82,7 +82,7 @@ class Attachment:
         So it is on a GPU, where reading a weight is what a product costs; a CPU multiplies fp32 weights faster.
         """
         parameters = list(self.base.parameters())
-        if not getattr(self.family, "CONVERTS", False) or not pays(parameters[0].device):
+        if not pays(parameters[0].device):
             return False
         modules = [*self.body_linears, *(m for m in self.base.modules() if is_known(m) or type(m) is nn.Embedding)]
         known = {id(each) for module in [*self.mixers, *modules] for each in module.parameters()}
@@ -160,3 +160,10 @@ def _modules(module: nn.Module, apart: set[str]) -> Iterator[nn.Module]:
 def attachment_of(model: PreTrainedModel) -> Attachment | None:
     """What attach did to ``model``, None when it is not attached."""
     return model.__dict__.get(ATTRIBUTE)
+
+
+def most_tokens(model: PreTrainedModel) -> int:
+    """Most tokens that one forward of an attached model can verify."""
+    attachment = attachment_of(model)
+    assert attachment is not None
+    return min(attachment.family.layer_shape(mixer).max_tokens for mixer in attachment.mixers)

@@ -27,6 +27,8 @@ _KINDS = {
     "Qwen3NextRMSNormGated": _Kind("variance_epsilon", gate_first=False),
     "Qwen3_5RMSNorm": _Kind("eps", offset=1.0),
     "Qwen3_5RMSNormGated": _Kind("variance_epsilon", gate_first=False),
+    "Qwen3_5MoeRMSNorm": _Kind("eps", offset=1.0),
+    "Qwen3_5MoeRMSNormGated": _Kind("variance_epsilon", gate_first=False),
 }
 
 

@@ -4,8 +4,9 @@ as little; the graphs themselves are tested on a GPU (tests/gpu/test_generation.
 import copy
 
 import pytest
+import tiny_gdn
 import torch
-from tiny_mamba2 import fresh_model, greedy_text, make_prompts, oracle, pad
+from tiny_mamba2 import SIZES, fresh_model, greedy_text, make_prompts, oracle, pad
 from torch import nn
 from transformers import RepetitionPenaltyLogitsProcessor
 
@@ -251,20 +252,22 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(linear, "_plain", linear._alone)
 
 
-@pytest.mark.parametrize("name", ["biases", "tied"])
+@pytest.mark.parametrize("name", ["biases", "tied", "next", "3_5"])
 def test_weights_stay_as_they_are_stored(name, as_on_a_gpu):
-    model, wide = fresh_model(name).bfloat16(), fresh_model(name).bfloat16().float()
-    prompts = make_prompts(name, (6, 3, 9))
+    make = fresh_model if name in SIZES else tiny_gdn.fresh_model
+    prompts = make_prompts(name, (6, 3, 9)) if name in SIZES else tiny_gdn.make_prompts(name, (6, 3, 9))
+    model, wide = make(name).bfloat16(), make(name).bfloat16().float()
     hf.attach(model)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     texts, stats = generate(model, prompts)
     assert texts == generate(wide, prompts)[0] and stats.exact
     # Its own forward is still that of bf16.
     ids = torch.tensor([prompts[0]])
-    assert torch.equal(model(ids).logits, fresh_model(name).bfloat16()(ids).logits)
-    with torch.no_grad():
-        model.backbone.layers[0].mixer.A_log.add_(0.5)
-        wide.backbone.layers[0].mixer.A_log.data.copy_(model.backbone.layers[0].mixer.A_log)
+    assert torch.equal(model(ids).logits, make(name).bfloat16()(ids).logits)
+    for one, other in zip(model.named_parameters(), wide.parameters(), strict=True):
+        if one[0].endswith(("A_log", "conv1d.weight", "norm.weight")):
+            one[1].data.mul_(1.5)
+            other.data.copy_(one[1])
     assert generate(model, prompts)[0] == generate(wide, prompts)[0]
 
 

@@ -16,8 +16,6 @@ from replayssm.hf.norm import in_one_launch
 from replayssm.mamba import checkpointing_ssu
 
 OPS = "mamba"
-# Whether ``prepare`` takes weights of any type.
-CONVERTS = True
 MIXERS = ("Mamba2Mixer",)
 ROUTED: tuple[str, ...] = ()
 
