@@ -15,6 +15,7 @@ from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput,
 
 from replayssm.checks import check_integer, check_range
 from replayssm.hf.attach import attached, check_model
+from replayssm.hf.attachment import most_tokens
 from replayssm.hf.draft_model import ModelDrafter
 from replayssm.hf.drafts import CallableDrafter, Drafter, DraftFunction, LookupDrafter, NoDrafts, default_draft_tokens
 from replayssm.hf.loop import Decoder
@@ -55,7 +56,7 @@ def generate(
     window: int = 16,
     return_stats: bool = False,
 ) -> Any:
-    """Continue token ids with a Mamba-2 model, verifying several draft tokens per forward.
+    """Continue token ids with a recurrent model, verifying several draft tokens per forward.
 
     The text is the one that the model produces without drafts, token for token (``docs/hf.md`` says what that rests
     on). A model that is not attached is attached for the time of the call.
@@ -69,8 +70,8 @@ def generate(
             callable ``(token_ids, num_tokens) -> token_ids``: it gets a row's ids, 1-D, and may return up to
             ``num_tokens`` ids as a 1-D tensor.
         draft_model: a smaller model of a supported family with the same vocabulary that drafts; in place of ``draft``.
-        num_draft_tokens: longest draft, 0..63. None: 11 by look-up, whose drafts are as long as the match deserves,
-            else 4.
+        num_draft_tokens: longest draft, 0..63, for Gated DeltaNet layers 0..15. None: 11 by look-up, whose drafts are
+            as long as the match deserves, else 4.
         max_new_tokens: most new tokens per row, >= 1.
         do_sample: draw tokens instead of taking the most likely one.
         temperature: divides the logits when drawing.
@@ -287,6 +288,7 @@ def _run(
     check_range("window", window, 1, _MOST_DRAFT_TOKENS + 1)
     with ExitStack() as stack:
         stack.enter_context(attached(model))
+        check_range("num_draft_tokens", num_draft_tokens, 0, most_tokens(model) - 1, "what the model's layers verify")
         _check_hooks("model", model)
         if model.device.type == "cuda":  # kernels go to the current device
             stack.enter_context(torch.cuda.device(model.device))

@@ -91,7 +91,10 @@ def test_rows_that_outgrow_their_room_for_keys_at_different_times(name):
 def test_the_longest_draft_is_that_of_the_op():
     check("next", "right", 15, 2)
     ids = torch.tensor([[3, 4, 5]])
-    with pytest.raises(ValueError, match="max_tokens: expected at most 16 with a GDNLayer, got 17"):
+    with pytest.raises(
+        ValueError,
+        match=r"num_draft_tokens: expected 0 <= num_draft_tokens <= 15 \(what the model's layers verify\), got 16",
+    ):
         hf.generate(shared_model("next"), ids, num_draft_tokens=16, max_new_tokens=40)
 
 
