@@ -10,11 +10,13 @@ class Tile(NamedTuple):
 
     Attributes:
         columns: columns of a quarter of the tile, ``KP / 4``.
-        rows: rows of a program. A warp reads ``128 / columns`` rows with one instruction, and holds ``rows`` of them.
+        rows: rows of a block. A warp reads ``128 / columns`` rows with one instruction, and holds a block in registers.
+        blocks: blocks of a program, one after the other; the next one is read ahead.
     """
 
     columns: int
     rows: int
+    blocks: int
 
 
 def next_power_of_2(number: int) -> int:
@@ -32,8 +34,10 @@ def simt_tile(V: int, K: int, heads: int) -> Tile:
     """
     columns = max(4, next_power_of_2(K) // 4)
     lanes = 128 // columns
-    held = 8 if heads >= 1024 else 4 if heads >= 128 else 2
-    return Tile(columns, max(lanes, min(held * lanes, next_power_of_2(V))))
+    rows = max(lanes, min((4 if heads >= 128 else 2) * lanes, next_power_of_2(V)))
+    blocks = -(-V // rows)
+    together = blocks if heads >= 4096 else 2 if heads >= 1024 else 1
+    return Tile(columns, rows, min(together, blocks))
 
 
 class TensorCoreTile(NamedTuple):
@@ -42,9 +46,12 @@ class TensorCoreTile(NamedTuple):
     Attributes:
         tokens: rows of a tile of keys, and of one of queries.
         columns: columns of the state's tile, a power of two.
-        block: columns that are in registers at a time. Sums over K depend on it.
-        rows: rows of a program; no result depends on them.
-        warps: warps of a program, 16 rows each or a multiple of that.
+        block: columns that are in registers at a time.
+        rows: rows of a program.
+        warps: warps of a program, 16 rows each.
+        alone: whether a program does by itself what else a kernel ahead does for all programs of a head.
+        early: whether a program reads what that kernel did before it reads the state.
+        registers: most registers of a thread; None leaves it to the compiler.
     """
 
     tokens: int
@@ -52,22 +59,31 @@ class TensorCoreTile(NamedTuple):
     block: int
     rows: int
     warps: int
-    early: bool = False
-    registers: int | None = None
+    alone: bool
+    early: bool
+    registers: int | None
 
 
-def tensor_core_tile(V: int, K: int, state_bytes: int, seq_len: int) -> TensorCoreTile:
-    """Tile of ``gated_delta_rule_mtp`` with ``tensor_core``.
+def tensor_core_tile(
+    V: int, K: int, state_bytes: int, input_bytes: int, seq_len: int, heads: int, exact: bool
+) -> TensorCoreTile:
+    """Tile of ``gated_delta_rule_mtp`` with ``tensor_core``. The rows follow from V alone, as they may change bits.
 
     Args:
         V: rows of a head's state.
         K: columns.
         state_bytes: bytes of one element of the state.
+        input_bytes: bytes of one element of q.
         seq_len: T.
+        heads: heads of all requests.
+        exact: whether keys and queries are bf16, which the matrix unit takes as they are.
     """
-    columns = max(64 // state_bytes, next_power_of_2(K))
+    columns = max(64 // state_bytes, 64 // input_bytes, next_power_of_2(K))
     rows = max(16, min(64, next_power_of_2(V)))
-    return TensorCoreTile(8 if seq_len <= 8 else 16, columns, min(columns, 128), rows, rows // 16, registers=128)
+    tokens = 8 if seq_len <= 8 else 16
+    if exact and rows == 64 and columns <= 128 and heads <= 64:
+        return TensorCoreTile(tokens, columns, columns, rows, 4, True, False, None)
+    return TensorCoreTile(tokens, columns, min(columns, 64), rows, rows // 16, False, False, None)
 
 
 def lazy_tile(V: int, K: int, heads: int) -> Tile:

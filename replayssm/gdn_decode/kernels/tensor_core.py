@@ -13,11 +13,21 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
-from replayssm.delta_rule.kernels import exp, inverse_norm, log_decay, strength
-from replayssm.gdn_decode.configs import next_power_of_2, tensor_core_tile
+from replayssm.gdn_decode.configs import tensor_core_tile
 from replayssm.gdn_decode.kernels.common import stride
+from replayssm.gdn_decode.kernels.tensor_core_solve import (
+    as_operand,
+    gates,
+    gram,
+    load_gates,
+    load_tokens,
+    operand_order,
+    record,
+    solve,
+    solve_ahead,
+)
 
 # Numbers of a type are sums of so many bf16 numbers.
 _PARTS = {torch.float32: 3, torch.float16: 2, torch.bfloat16: 1}
@@ -51,13 +61,6 @@ def _held(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def _operand_order(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, E: tl.constexpr):
-    """Columns ``[ROWS, COLUMNS]`` in the order in which the state's registers make an operand."""
-    x = tl.reshape(x, (ROWS, COLUMNS // (4 * E), 4, E // 2, 2))
-    return tl.reshape(tl.permute(x, (0, 1, 3, 2, 4)), (ROWS, COLUMNS))
-
-
-@triton.jit
 def _solved(solved, head, TP: tl.constexpr):
     """What ``_solve`` stored: factors of S k and S q ``[2 TP]``, and M by key behind as many zeros ``[TP, 2 TP]``."""
     solved += head * (2 * TP + TP * TP)
@@ -74,7 +77,7 @@ def _halves(x):
 
 
 @triton.jit
-def _side_by_side(x, y):
+def side_by_side(x, y):
     """``[x y]``, of equal shapes."""
     return tl.reshape(tl.permute(tl.join(x, y), (0, 2, 1)), (x.shape[0], 2 * x.shape[1]))
 
@@ -86,83 +89,20 @@ def _stacked(x, y):
 
 
 @triton.jit
-def _solve(
-    solved, rawk, g_window, beta_window, q, k, read_slots, A_log, a, dt_bias, b, scale,
-    s_rawk, s_g, s_beta, s_q_b, s_q_t, s_q_h, s_q_k, s_k_b, s_k_t, s_k_h, s_k_k, s_read, s_A, s_a_b, s_a_t, s_a_h,
-    s_bias, s_b_b, s_b_t, s_b_h, HV, heads_per_key,
-    T: tl.constexpr, TP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, E: tl.constexpr, NORM: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """M ``[TP, TP]`` and the factors of S k and S q ``[2 TP]`` of one head; records of k, g, beta."""
-    if OVERLAP:
-        gdc_launch_dependents()
-    head = tl.program_id(0) % HV
-    key_head = head // heads_per_key
-    request = (tl.program_id(0) // HV).to(tl.int64)
-    # A thread's loads make its share of both operands of the products, as in _verify; the order of columns is free.
-    K_TYPE: tl.constexpr = k.dtype.element_ty if rawk is None else rawk.dtype.element_ty
-    token = (tl.arange(0, TP // 8)[None, :, None, None] * 8 + tl.arange(0, 8)[:, None, None, None]).to(tl.int64)
-    c = tl.arange(0, KP // (4 * E))[None, None, :, None] * (4 * E) + tl.arange(0, 4 * E)[None, None, None, :]
-    inside = (token < T) & (c < K)
-    keys = tl.load(k + request * s_k_b + key_head * s_k_h + token * s_k_t + c * s_k_k, mask=inside, other=0.0)
-    queries = tl.load(q + request * s_q_b + key_head * s_q_h + token * s_q_t + c * s_q_k, mask=inside, other=0.0)
-    keys = keys.to(K_TYPE)
-    t = tl.arange(0, TP)
-    exists = t < T
-    a_t = tl.load(a + request * s_a_b + head * s_a_h + t * s_a_t, mask=exists, other=0.0).to(tl.float32)
-    b_t = tl.load(b + request * s_b_b + head * s_b_h + t * s_b_t, mask=exists, other=0.0).to(tl.float32)
-    A_log_h = tl.load(A_log + head * s_A).to(tl.float32)
-    bias = tl.load(dt_bias + head * s_bias).to(tl.float32)
-    slot = tl.load(read_slots + request * s_read).to(tl.int64)
-    if slot >= 0:
-        g = log_decay(A_log_h, a_t, bias)
-        beta = strength(b_t)
-        if rawk is not None:
-            tl.store(g_window + slot * s_g + head * T + t, g, mask=exists)
-            tl.store(beta_window + slot * s_beta + head * T + t, beta, mask=exists)
-            if head % heads_per_key == 0:
-                tl.store(rawk + slot * s_rawk + key_head * (T * K) + token * K + c, keys, mask=inside)
-        decay = tl.where(exists, exp(g), 1.0)
-        x = tl.reshape(tl.join(keys.to(OPERAND), queries.to(OPERAND)), (8, TP // 8, KP // (4 * E), 4, E // 2, 2, 2))
-        x = tl.reshape(tl.permute(x, (6, 1, 0, 2, 4, 3, 5)), (2 * TP, KP))
-        gram = tl.dot(x, tl.trans(x), input_precision=PRECISION)
-        row = tl.arange(0, 2 * TP)
-        if NORM:
-            squares = tl.where(row[:, None] == row[None, :], gram, 0.0)
-            norms = inverse_norm(tl.sum(squares, 1))
-            gram = gram * norms[:, None] * inverse_norm(tl.sum(squares, 0))[None, :]
-        else:
-            norms = row * 0.0 + 1.0
-        left, _ = tl.split(tl.permute(tl.reshape(gram, (2, TP, 2, TP)), (1, 3, 0, 2)))
-        kk, qk = tl.split(left)
-        later = t[:, None] > t[None, :]
-        # Products of decays, not differences of sums of logarithms, which may be infinite.
-        between = tl.cumprod(tl.where(later, decay[:, None], 1.0), 0)
-        system = tl.where(later, kk * between * beta[:, None], 0.0)
-        M = tl.where(later | (t[:, None] == t[None, :]), qk * between * scale, 0.0)
-        for i in tl.static_range(T - 1):
-            column = tl.sum(tl.where(t[None, :] == T - 1 - i, M, 0.0), 1)
-            equation = tl.sum(tl.where(t[:, None] == T - 1 - i, system, 0.0), 0)
-            M -= column[:, None] * equation[None, :]
-        prefix = tl.sum(tl.where(t[None, :] == (row % TP)[:, None], tl.cumprod(decay, 0)[None, :], 0.0), 1)
-        solved += (request * HV + head) * (2 * TP + TP * TP)
-        tl.store(solved + row, prefix * norms * tl.where(row < TP, 1.0, scale))
-        tl.store(solved + 2 * TP + t[:, None] * TP + t[None, :], M * beta[None, :])
-
-
-@triton.jit
 def _verify(
-    state, output, rawv, q, k, v, read_slots, solved,
-    s_state, s_out_b, s_out_t, s_rawv, s_q_b, s_q_t, s_q_h, s_q_k, s_k_b, s_k_t, s_k_h, s_k_k, s_v_b, s_v_t, s_v_h,
-    s_v_v, s_read, T, HV, heads_per_key,
+    state, output, rawv, rawk, g_window, beta_window, q, k, v, read_slots, A_log, a, dt_bias, b, scale, solved,
+    s_state, s_out_b, s_out_t, s_rawv, s_rawk, s_g, s_beta, s_q_b, s_q_t, s_q_h, s_q_k, s_k_b, s_k_t, s_k_h, s_k_k,
+    s_v_b, s_v_t, s_v_h, s_v_v, s_read, s_A, s_a_b, s_a_t, s_a_h, s_bias, s_b_b, s_b_t, s_b_h, T, HV, heads_per_key,
     V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, KB: tl.constexpr, BV: tl.constexpr, WARPS: tl.constexpr,
-    TP: tl.constexpr, E: tl.constexpr, STATE_PARTS: tl.constexpr, INPUT_PARTS: tl.constexpr, K_TYPE: tl.constexpr,
-    V_TYPE: tl.constexpr, OPERAND: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr, EARLY: tl.constexpr,
+    TP: tl.constexpr, E: tl.constexpr, E_INPUT: tl.constexpr, STATE_PARTS: tl.constexpr, INPUT_PARTS: tl.constexpr,
+    K_TYPE: tl.constexpr, V_TYPE: tl.constexpr, OPERAND: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr, TOKENS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Outputs of BV rows of one head, from KB columns of the state at a time; records of v.
 
-    A thread's loads make its share of the product's operand, without an exchange between threads: it reads E columns
-    (16 bytes) of every eighth row, and columns of state and keys are multiplied in the order that follows from that.
+    With TOKENS, the number of tokens, it solves by itself and writes the other records too. A thread's loads make its
+    share of the product's operand, without an exchange between threads: it reads E columns (16 bytes) of every eighth
+    row, and columns of state and keys are multiplied in the order that follows from that.
     """
     PARTS: tl.constexpr = (V + BV - 1) // BV
     MASKED: tl.constexpr = (V % BV != 0) or (KP != K)
@@ -170,26 +110,41 @@ def _verify(
     head = tl.program_id(0) // PARTS % HV
     key_head = head // heads_per_key
     request = (tl.program_id(0) // PARTS // HV).to(tl.int64)
+    k += request * s_k_b + key_head * s_k_h
+    q += request * s_q_b + key_head * s_q_h
+    if TOKENS > 0:
+        own_keys, own_queries, own_token, own_c, own = load_tokens(
+            k, q, s_k_t, s_k_k, s_q_t, s_q_k, T, K, KP, TP, E_INPUT, WARPS
+        )  # fmt: skip
+        a += request * s_a_b + head * s_a_h
+        b += request * s_b_b + head * s_b_h
+        A_log_h, a_t, bias, b_t = load_gates(A_log + head * s_A, a, dt_bias + head * s_bias, b, s_a_t, s_b_t, T, TP)
     row = tl.arange(0, 2 * TP)
     token = row % TP
     in_k = (row < TP) & (token < T)
     in_q = (row >= TP) & (token < T)
-    k += request * s_k_b + key_head * s_k_h + token[:, None] * s_k_t
-    q += request * s_q_b + key_head * s_q_h + token[:, None] * s_q_t
     n = part * BV + tl.arange(0, BV)
-    v += request * s_v_b + head * s_v_h
     t = tl.arange(0, TP)
     v_in = (t < T)[:, None] & (n < V)[None, :]
-    values = tl.load(v + t[:, None] * s_v_t + n[None, :] * s_v_v, mask=v_in, other=0.0).to(V_TYPE)
+    v_at = v + request * s_v_b + head * s_v_h + t[:, None] * s_v_t + n[None, :] * s_v_v
+    values = tl.load(v_at, mask=v_in, other=0.0).to(V_TYPE)
     slot = tl.load(read_slots + request * s_read).to(tl.int64)
-    if slot >= 0:
+    go_on = slot >= 0
+    rows = tl.where(go_on, V, 0)
+    if TOKENS > 0:
+        # No branch on the slot: loads would be moved behind it, one latency later.
+        go_on = tl.full((), 1, tl.int1)
+    if go_on:
         state += slot * s_state + head * (V * K)
         eighth = tl.arange(0, 8)[:, None, None, None]
         block = tl.arange(0, BV // 8)[None, :, None, None]
         chunk = tl.arange(0, KB // (4 * E))[None, None, :, None]
         within = tl.arange(0, 4 * E)[None, None, None, :]
         v_row = part * BV + (block // (2 * WARPS) * WARPS + block % WARPS) * 16 + block // WARPS % 2 * 8 + eighth
-        products = tl.zeros((BV, 2 * TP), tl.float32)
+        # A sum of its own for every size of terms: what the matrix unit adds to a large one, it rounds like that.
+        large = tl.zeros((BV, 2 * TP), tl.float32)
+        medium = tl.zeros((BV, 2 * TP), tl.float32)
+        small = tl.zeros((BV, 2 * TP), tl.float32)
         if EARLY:
             if OVERLAP:
                 gdc_wait()
@@ -197,49 +152,81 @@ def _verify(
         for first in tl.static_range(0, KP, KB):
             column = first + chunk * (4 * E) + within
             at = state + v_row * K + column
-            S = tl.load(at, mask=(v_row < V) & (column < K), other=0.0) if MASKED else tl.load(at)
+            if MASKED or TOKENS > 0:
+                S = tl.load(at, mask=(v_row < rows) & (column < K), other=0.0)
+            else:
+                S = tl.load(at)
             c = first + tl.arange(0, KB)
-            keys = tl.load(k + c[None, :] * s_k_k, mask=in_k[:, None] & (c < K)[None, :], other=0.0).to(K_TYPE)
-            queries = tl.load(q + c[None, :] * s_q_k, mask=in_q[:, None] & (c < K)[None, :], other=0.0)
+            keys_in, queries_in = in_k[:, None] & (c < K)[None, :], in_q[:, None] & (c < K)[None, :]
+            keys = tl.load(k + token[:, None] * s_k_t + c[None, :] * s_k_k, mask=keys_in, other=0.0).to(K_TYPE)
+            queries = tl.load(q + token[:, None] * s_q_t + c[None, :] * s_q_k, mask=queries_in, other=0.0)
+            if TOKENS > 0 and first == 0:
+                x = _held(keys.to(OPERAND) + queries.to(OPERAND), ASM)
+                products = gram(
+                    as_operand(own_keys.to(K_TYPE), own_queries, OPERAND), tl.trans(operand_order(x, E_INPUT)), WARPS,
+                    "ieee",
+                )  # fmt: skip
+                g, decay, beta = gates(A_log_h, a_t, bias, b_t, T)
+                factors, M = solve(products, decay, beta, scale, TOKENS, NORM)
+                one = tl.arange(0, WARPS) == 0
+                factors = tl.sum(tl.where(one[:, None], factors, 0.0), 0)
+                M = tl.trans(tl.sum(tl.where(one[:, None, None], M, 0.0), 0))
+                M = side_by_side(M * 0.0, M)
             S = tl.reshape(S.to(tl.float32), (8, BV // (16 * WARPS), 2, WARPS, KB // (4 * E), 4, E // 2, 2))
             S = tl.reshape(tl.permute(S, (1, 3, 2, 0, 4, 6, 5, 7)), (BV, KB))
-            x0 = _operand_order(keys.to(OPERAND) + queries.to(OPERAND), 2 * TP, KB, E)
+            x0 = operand_order(keys.to(OPERAND) + queries.to(OPERAND), E)
             if INPUT_PARTS > 1:
-                x = _operand_order(keys.to(tl.float32) + queries.to(tl.float32), 2 * TP, KB, E)
-                x0, rest = _part(x, OPERAND)
+                x0, rest = _part(operand_order(keys.to(tl.float32) + queries.to(tl.float32), E), OPERAND)
                 x1, rest = _part(rest, OPERAND)
                 x2, _ = _part(rest, OPERAND)
-            for i in tl.static_range(STATE_PARTS):
-                s, S = _part(S, OPERAND)
-                products = tl.dot(s, tl.trans(x0), products, input_precision="ieee")
-                if INPUT_PARTS > 1 and i < 2:
-                    products = tl.dot(s, tl.trans(x1), products, input_precision="ieee")
-                if INPUT_PARTS > 2 and i < 1:
-                    products = tl.dot(s, tl.trans(x2), products, input_precision="ieee")
+            S0, S = _part(S, OPERAND)
+            large = tl.dot(S0, tl.trans(x0), large, input_precision="ieee")
+            if INPUT_PARTS > 1:
+                medium = tl.dot(S0, tl.trans(x1), medium, input_precision="ieee")
+            if INPUT_PARTS > 2:
+                small = tl.dot(S0, tl.trans(x2), small, input_precision="ieee")
+            if STATE_PARTS > 1:
+                S1, S = _part(S, OPERAND)
+                medium = tl.dot(S1, tl.trans(x0), medium, input_precision="ieee")
+                if INPUT_PARTS > 1:
+                    small = tl.dot(S1, tl.trans(x1), small, input_precision="ieee")
+            if STATE_PARTS > 2:
+                S2, S = _part(S, OPERAND)
+                small = tl.dot(S2, tl.trans(x0), small, input_precision="ieee")
         if rawv is not None:
-            tl.store(rawv + (slot * s_rawv + head * (T * V)) + t[:, None] * V + n[None, :], values, mask=v_in)
-        if not EARLY:
+            tl.store(
+                rawv + (slot * s_rawv + head * (T * V)) + t[:, None] * V + n[None, :],
+                values,
+                mask=v_in & (n < rows)[None, :],
+            )
+            if TOKENS > 0:
+                once = tl.arange(0, WARPS)[None, :, None, None, None] == 0
+                record(
+                    rawk + slot * s_rawk + key_head * (T * K), g_window + slot * s_g + head * T,
+                    beta_window + slot * s_beta + head * T, own_keys.to(K_TYPE), g, beta, own_token * K + own_c,
+                    own & once, tl.where((rows > 0) & (part == 0), T, 0),
+                    (rows > 0) & (part == 0) & (head % heads_per_key == 0),
+                )  # fmt: skip
+        if TOKENS == 0 and not EARLY:
             if OVERLAP:
                 gdc_wait()
             factors, M = _solved(solved, request * HV + head, TP)
-        products = products * factors[None, :]
+        products = (large + (medium + small)) * factors[None, :]
         Sk, _ = _halves(products)
-        W = tl.trans(_held(values, ASM)).to(tl.float32) - Sk
-        W0, rest = _part(W, OPERAND)
+        W0, rest = _part(tl.trans(_held(values, ASM)).to(tl.float32) - Sk, OPERAND)
         W1, rest = _part(rest, OPERAND)
         W2, _ = _part(rest, OPERAND)
         M0, rest = _part(M, OPERAND)
         M1, rest = _part(rest, OPERAND)
         M2, _ = _part(rest, OPERAND)
         # The six largest of the nine products in one, the small ones first; two terms are zero.
-        W = _side_by_side(_side_by_side(W0, W0), _side_by_side(W1, W0))
+        W = side_by_side(side_by_side(W0, W0), side_by_side(W1, W0))
         M = _stacked(_stacked(M0 * 0, M0 * 0), _stacked(M1, M2))
-        W = _side_by_side(W, _side_by_side(_side_by_side(W2, W1), _side_by_side(W0, W0)))
+        W = side_by_side(W, side_by_side(side_by_side(W2, W1), side_by_side(W0, W0)))
         M = _stacked(M, _stacked(_stacked(M0, M0), _stacked(M1, M0)))
-        products = tl.dot(W, M, products, input_precision="ieee")
-        _, out = _halves(products)
+        _, out = _halves(products + tl.dot(W, M, input_precision="ieee"))
         to = output + request * s_out_b + head * V + t[None, :] * s_out_t + n[:, None]
-        tl.store(to, out.to(output.dtype.element_ty), mask=(t < T)[None, :] & (n < V)[:, None])
+        tl.store(to, out.to(output.dtype.element_ty), mask=(t < T)[None, :] & (n < rows)[:, None])
     elif OVERLAP:
         gdc_wait()
 
@@ -276,26 +263,36 @@ def verify(
         return
     interpreted = triton.knobs.runtime.interpret
     overlap = _overlaps(q.device) and not interpreted
-    tile = tensor_core_tile(V, K, initial_state.element_size(), T)
-    solved = torch.empty(batch * HV * (2 + tile.tokens) * tile.tokens, dtype=torch.float32, device=q.device)
     parts, wide = _PARTS[q.dtype], 16 // q.element_size()
-    same = rawk is None or rawk.dtype == k.dtype
-    _solve[(batch * HV,)](
-        solved, rawk, g_window, beta_window, q, k, initial_state_indices, A_log, a, dt_bias, b, scale,
-        stride(rawk, 0), stride(g_window, 0), stride(beta_window, 0), *q.stride(), *k.stride(),
-        initial_state_indices.stride(0), A_log.stride(0), *a.stride(), dt_bias.stride(0), *b.stride(), HV, HV // H,
-        T=T, TP=tile.tokens, K=K, KP=max(4 * wide, next_power_of_2(K)), E=wide, NORM=use_qk_l2norm,
-        OPERAND=_TYPES[q.dtype] if same else tl.float32, PRECISION="ieee" if interpreted else "tf32x3",
-        OVERLAP=overlap, num_warps=1,
+    k_type = k.dtype if rawk is None else rawk.dtype
+    tile = tensor_core_tile(
+        V, K, initial_state.element_size(), q.element_size(), T, batch * HV, parts == 1 and not interpreted
     )  # fmt: skip
-    options = {"launch_pdl": True, "maxnreg": tile.registers} if overlap else {}
+    gate_inputs = A_log, a, dt_bias, b
+    gate_strides = A_log.stride(0), *a.stride(), dt_bias.stride(0), *b.stride()
+    record_strides = stride(rawk, 0), stride(g_window, 0), stride(beta_window, 0)
+    solved = None
+    if not tile.alone:
+        solved = torch.empty(batch * HV * (2 + tile.tokens) * tile.tokens, dtype=torch.float32, device=q.device)
+        solve_ahead[(batch * HV,)](
+            solved, rawk, g_window, beta_window, q, k, initial_state_indices, *gate_inputs, scale, *record_strides,
+            *q.stride(), *k.stride(), initial_state_indices.stride(0), *gate_strides, HV, HV // H,
+            T=T, TP=tile.tokens, K=K, KP=tile.columns, E=wide, NORM=use_qk_l2norm,
+            OPERAND=_TYPES[q.dtype] if parts == 1 or k_type == q.dtype else tl.float32,
+            PRECISION="ieee" if interpreted else "tf32x3", OVERLAP=overlap, num_warps=1,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    options = {"maxnreg": tile.registers} if overlap else {}
+    if overlap and not tile.alone:
+        options["launch_pdl"] = True
     _verify[(batch * HV * triton.cdiv(V, tile.rows),)](
-        initial_state, output, rawv, q, k, v, initial_state_indices, solved,
-        initial_state.stride(0), *output.stride()[:2], stride(rawv, 0), *q.stride(), *k.stride(), *v.stride(),
-        initial_state_indices.stride(0), T, HV, HV // H,
+        initial_state, output, rawv, rawk, g_window, beta_window, q, k, v, initial_state_indices, *gate_inputs, scale,
+        solved, initial_state.stride(0), *output.stride()[:2], stride(rawv, 0), *record_strides, *q.stride(),
+        *k.stride(), *v.stride(), initial_state_indices.stride(0), *gate_strides, T, HV, HV // H,
         V=V, K=K, KP=tile.columns, KB=tile.block, BV=tile.rows, WARPS=tile.warps, TP=tile.tokens,
-        E=16 // initial_state.element_size(), STATE_PARTS=_PARTS[initial_state.dtype],
-        INPUT_PARTS=parts, K_TYPE=_TYPES[k.dtype if rawk is None else rawk.dtype],
-        V_TYPE=_TYPES[v.dtype if rawv is None else rawv.dtype], OPERAND=tl.float32 if interpreted else tl.bfloat16,
-        ASM=overlap, OVERLAP=overlap, EARLY=tile.early, num_warps=tile.warps, num_stages=1, **options,
+        E=16 // initial_state.element_size(), E_INPUT=wide, STATE_PARTS=_PARTS[initial_state.dtype], INPUT_PARTS=parts,
+        K_TYPE=_TYPES[k_type], V_TYPE=_TYPES[v.dtype if rawv is None else rawv.dtype],
+        OPERAND=tl.float32 if interpreted else tl.bfloat16, ASM=overlap, OVERLAP=overlap and not tile.alone,
+        EARLY=tile.early, TOKENS=T if tile.alone else 0, NORM=use_qk_l2norm,
+        num_warps=tile.warps, num_stages=1, enable_fp_fusion=False, **options,
     )  # fmt: skip

@@ -1,0 +1,165 @@
+"""The part of the window form (``docs/maths.md`` §7) that needs no state: gates, products of the tokens, the solve.
+
+A kernel of one warp per head does it ahead of the one that reads states, or that one does it itself: then each of its
+warps has a copy of everything, because exchanging numbers between warps would take longer.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from replayssm.delta_rule.kernels import exp, inverse_norm, log_decay, strength
+
+
+@triton.jit
+def load_tokens(
+    k, q, s_k_t, s_k_k, s_q_t, s_q_k, T,
+    K: tl.constexpr, KP: tl.constexpr, TP: tl.constexpr, E: tl.constexpr, COPIES: tl.constexpr,
+):  # fmt: skip
+    """Keys and queries ``[8, COPIES, TP / 8, KP / 4E, 4E]``, of which a thread has what it needs in `as_operand`.
+
+    Also where they stand: tokens, columns, and a mask.
+    """
+    copy = tl.arange(0, COPIES)[None, :, None, None, None]
+    token = tl.arange(0, TP // 8)[None, None, :, None, None] * 8 + tl.arange(0, 8)[:, None, None, None, None]
+    token = (token + copy * 0).to(tl.int64)
+    c = (
+        tl.arange(0, KP // (4 * E))[None, None, None, :, None] * (4 * E)
+        + tl.arange(0, 4 * E)[None, None, None, None, :]
+    )
+    inside = (token < T) & (c < K)
+    keys = tl.load(k + token * s_k_t + c * s_k_k, mask=inside, other=0.0)
+    return keys, tl.load(q + token * s_q_t + c * s_q_k, mask=inside, other=0.0), token, c, inside
+
+
+@triton.jit
+def as_operand(keys, queries, OPERAND: tl.constexpr):
+    """What `load_tokens` returned as the left operand of `gram`: rows of keys, then of queries, once per copy."""
+    COPIES: tl.constexpr = keys.shape[1]
+    TP: tl.constexpr = keys.shape[2] * 8
+    E: tl.constexpr = keys.shape[4] // 4
+    KP: tl.constexpr = keys.shape[3] * 4 * E
+    x = tl.join(keys.to(OPERAND), queries.to(OPERAND))
+    x = tl.reshape(x, (8, COPIES, TP // 8, KP // (4 * E), 4, E // 2, 2, 2))
+    if TP == 8:
+        x = tl.permute(x, (1, 7, 2, 0, 3, 5, 4, 6))
+    else:
+        x = tl.permute(x, (7, 1, 2, 0, 3, 5, 4, 6))
+    return tl.reshape(x, (2 * TP * COPIES, KP))
+
+
+@triton.jit
+def operand_order(x, E: tl.constexpr):
+    """Columns in the order in which loads of E columns a thread make an operand."""
+    ROWS: tl.constexpr = x.shape[0]
+    COLUMNS: tl.constexpr = x.shape[1]
+    x = tl.reshape(x, (ROWS, COLUMNS // (4 * E), 4, E // 2, 2))
+    return tl.reshape(tl.permute(x, (0, 1, 3, 2, 4)), (ROWS, COLUMNS))
+
+
+@triton.jit
+def gram(x, x_t, COPIES: tl.constexpr, PRECISION: tl.constexpr):
+    """Products of all keys and queries with each other, ``[COPIES, 2 TP, 2 TP]``."""
+    ROWS: tl.constexpr = x_t.shape[1]
+    products = tl.dot(x, x_t, input_precision=PRECISION)
+    if ROWS == 16:
+        return tl.reshape(products, (COPIES, ROWS, ROWS))
+    else:
+        products = tl.permute(tl.reshape(products, (2, COPIES, ROWS // 2, ROWS)), (1, 0, 2, 3))
+        return tl.reshape(products, (COPIES, ROWS, ROWS))
+
+
+@triton.jit
+def load_gates(A_log, a, dt_bias, b, s_a_t, s_b_t, T, TP: tl.constexpr):
+    """What `gates` takes: one head's parameters, and its inputs of the tokens, ``[TP]``."""
+    t = tl.arange(0, TP)
+    a_t = tl.load(a + t * s_a_t, mask=t < T, other=0.0).to(tl.float32)
+    b_t = tl.load(b + t * s_b_t, mask=t < T, other=0.0).to(tl.float32)
+    return tl.load(A_log).to(tl.float32), a_t, tl.load(dt_bias).to(tl.float32), b_t
+
+
+@triton.jit
+def gates(A_log, a, dt_bias, b, T):
+    """Log decay, decay and beta of the tokens ``[TP]``; a decay of 1 and any beta beyond T."""
+    g = log_decay(A_log, a, dt_bias)
+    return g, tl.where(tl.arange(0, a.shape[0]) < T, exp(g), 1.0), strength(b)
+
+
+@triton.jit
+def solve(products, decay, beta, scale, T: tl.constexpr, NORM: tl.constexpr):
+    """Factors of S k and S q ``[COPIES, 2 TP]`` and ``M = F (I + A)^-1 diag(beta)`` ``[COPIES, TP, TP]``.
+
+    Backward substitution in fp32, a column of M at a time. Only sums with one term that is not zero are formed across
+    threads, so that every layout gives the same bits.
+    """
+    COPIES: tl.constexpr = products.shape[0]
+    TP: tl.constexpr = products.shape[1] // 2
+    row = tl.arange(0, 2 * TP)
+    t = tl.arange(0, TP)
+    prefix = tl.sum(tl.where(t[None, :] == (row % TP)[:, None], tl.cumprod(decay, 0)[None, :], 0.0), 1)
+    factors = (prefix * tl.where(row < TP, 1.0, scale))[None, :]
+    if NORM:
+        squares = tl.where(row[None, :, None] == row[None, None, :], products, 0.0)
+        norms = inverse_norm(tl.sum(squares, 2))
+        products = products * norms[:, :, None] * inverse_norm(tl.sum(squares, 1))[:, None, :]
+        factors = factors * norms
+    left, _ = tl.split(tl.permute(tl.reshape(products, (COPIES, 2, TP, 2, TP)), (0, 2, 4, 1, 3)))
+    kk, qk = tl.split(left)
+    later = (t[:, None] > t[None, :])[None, :, :]
+    # Products of decays, not differences of sums of logarithms, which may be infinite.
+    between = tl.cumprod(tl.where(later, decay[None, :, None], 1.0), 1)
+    system = tl.where(later, kk * between * beta[None, :, None], 0.0)
+    M = tl.where((t[:, None] >= t[None, :])[None, :, :], qk * between * scale, 0.0)
+    for i in tl.static_range(T - 1):
+        column = tl.sum(tl.where(t[None, None, :] == T - 1 - i, M, 0.0), 2)
+        equation = tl.sum(tl.where(t[None, :, None] == T - 1 - i, system, 0.0), 1)
+        M = tl.fma(-column[:, :, None], equation[:, None, :], M)
+    return factors, M * beta[None, None, :]
+
+
+@triton.jit
+def record(rawk, g_window, beta_window, keys, g, beta, at_k, inside, count, with_keys):
+    """Store the records of one head's first ``count`` tokens, and those of its key head ``with_keys``."""
+    t = tl.arange(0, g.shape[0])
+    tl.store(g_window + t, g, mask=t < count)
+    tl.store(beta_window + t, beta, mask=t < count)
+    if with_keys:
+        tl.store(rawk + at_k, keys, mask=inside)
+
+
+@triton.jit
+def solve_ahead(
+    solved, rawk, g_window, beta_window, q, k, read_slots, A_log, a, dt_bias, b, scale,
+    s_rawk, s_g, s_beta, s_q_b, s_q_t, s_q_h, s_q_k, s_k_b, s_k_t, s_k_h, s_k_k, s_read, s_A, s_a_b, s_a_t, s_a_h,
+    s_bias, s_b_b, s_b_t, s_b_h, HV, heads_per_key,
+    T: tl.constexpr, TP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, E: tl.constexpr, NORM: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Store the factors and M of one head for the kernel that reads states; records of k, g, beta."""
+    if OVERLAP:
+        gdc_launch_dependents()
+    head = tl.program_id(0) % HV
+    key_head = head // heads_per_key
+    request = (tl.program_id(0) // HV).to(tl.int64)
+    k += request * s_k_b + key_head * s_k_h
+    q += request * s_q_b + key_head * s_q_h
+    keys, queries, token, c, inside = load_tokens(k, q, s_k_t, s_k_k, s_q_t, s_q_k, T, K, KP, TP, E, 1)
+    a += request * s_a_b + head * s_a_h
+    b += request * s_b_b + head * s_b_h
+    A_log_h, a_t, bias, b_t = load_gates(A_log + head * s_A, a, dt_bias + head * s_bias, b, s_a_t, s_b_t, T, TP)
+    slot = tl.load(read_slots + request * s_read).to(tl.int64)
+    # No branch on the slot: loads would be moved behind it, one latency later.
+    g, decay, beta = gates(A_log_h, a_t, bias, b_t, T)
+    if rawk is not None:
+        keys = keys.to(rawk.dtype.element_ty)
+        record(
+            rawk + slot * s_rawk + key_head * (T * K), g_window + slot * s_g + head * T,
+            beta_window + slot * s_beta + head * T, keys, g, beta, token * K + c, inside, tl.where(slot >= 0, T, 0),
+            (slot >= 0) & (head % heads_per_key == 0),
+        )  # fmt: skip
+    x = as_operand(keys, queries, OPERAND)
+    factors, M = solve(gram(x, tl.trans(x), 1, PRECISION), decay, beta, scale, T, NORM)
+    solved += (request * HV + head) * (2 * TP + TP * TP)
+    t = tl.arange(0, TP)
+    tl.store(solved + tl.arange(0, 2 * TP)[None, :], factors)
+    tl.store(solved + 2 * TP + t[None, :, None] * TP + t[None, None, :], M)
