@@ -13,12 +13,12 @@ INPUTS = ("x", "z", "dt", "B", "C")
 class Decoder:
     """Slots that hold sequences; ``case`` gives what they share, the parameters."""
 
-    def __init__(self, case, slots=4, *, max_tokens=1, trimmed=False):
+    def __init__(self, case, slots=4, *, max_tokens=1, trimmed=False, shadow=False):
         H, P, G, N = case.sizes
         self.case = case
         self.buffers = BatchInvariantDecodeBuffers.allocate(
             slots, case.chunk_size, H, P, G, N, case.x.device, case.x.dtype, max_tokens=max_tokens,
-            trimmed=trimmed,
+            trimmed=trimmed, shadow=shadow,
         )  # fmt: skip
         for tensor in self.buffers.per_slot().values():
             if tensor.is_floating_point():
@@ -34,6 +34,7 @@ class Decoder:
         out = self.case.scan(**named, cu_seqlens=cu_seqlens, boundary_states=boundary)
         self.buffers.seed(**named, cu_seqlens=cu_seqlens, batch_indices=slots)
         self.state[slots] = boundary
+        self.buffers.refresh(self.state, slots)
         return out
 
     def extend(self, *pieces):
@@ -48,6 +49,7 @@ class Decoder:
         )  # fmt: skip
         self.buffers.extend(**named, cu_seqlens=cu_seqlens, batch_indices=slots)
         self.state[slots] = boundary
+        self.buffers.refresh(self.state, slots)
         return out
 
     def step(self, slots, cases):

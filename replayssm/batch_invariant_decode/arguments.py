@@ -28,8 +28,10 @@ _ROWS = {
     "buffers.num_buffered": "slots",
     "buffers.ring_start": "slots",
 }
+_SHADOW = "slots nheads headdim dstate"
 _STEP = {
     **_ROWS,
+    "buffers.shadow": _SHADOW,
     "x": "lanes tokens nheads headdim",
     "z": "lanes tokens nheads headdim",
     "dt": "lanes tokens nheads",
@@ -65,9 +67,10 @@ _FLAT = {
     "initial_states": "slots nheads headdim dstate",
     "out": "lanes nheads headdim",
 }
-_OPTIONAL = frozenset(("buffers.z", "buffers.C", "buffers.ring_start", "z", "dt_bias", "D"))
+_OPTIONAL = frozenset(("buffers.z", "buffers.C", "buffers.ring_start", "buffers.shadow", "z", "dt_bias", "D"))
 _STATES = ("ssm_state", "initial_states")
-_WRITTEN = (*_STATES, "out", *(name for name in _ROWS if name not in ("buffers.num_buffered", "buffers.ring_start")))
+_CURSORS = ("buffers.num_buffered", "buffers.ring_start")
+_WRITTEN = (*_STATES, "out", "buffers.shadow", *(name for name in _ROWS if name not in _CURSORS))
 
 
 def _check(specs: dict[str, str], tensors: dict[str, Tensor | None], optional: frozenset[str]) -> dict[str, int]:
@@ -162,6 +165,24 @@ def check_store(*arguments: Any) -> int:
             f"{sizes['entries']}"
         )
     return sequences
+
+
+@once_per_layout
+def check_refresh(shadow: Tensor, ssm_state: Tensor, batch_indices: Tensor) -> None:
+    """Check a call of ``refresh``.
+
+    Raises:
+        TypeError: an argument is no tensor.
+        ValueError: a shape, dtype, device or stride does not fit.
+    """
+    sizes = dict(zip(_SHADOW.split(), shadow.shape, strict=True))
+    expected = (("ssm_state", ssm_state, _SHADOW, (torch.float32,)), ("batch_indices", batch_indices, "lanes", _INDEX))
+    for name, tensor, spec, dtypes in expected:
+        check_tensor(name, tensor)
+        check_shape(name, tensor, spec, sizes)
+        check_dtype(name, tensor, *dtypes)
+        check_device(name, tensor, shadow.device)
+    check_packed("ssm_state", ssm_state, 1)
 
 
 @once_per_layout

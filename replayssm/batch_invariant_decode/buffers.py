@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from replayssm.batch_invariant_decode import ops
-from replayssm.batch_invariant_decode.arguments import check_store
+from replayssm.batch_invariant_decode.arguments import check_refresh, check_store
 from replayssm.checks import check_dtype, check_range, check_shape
 from replayssm.ssd.arguments import INPUT_DTYPES, check_chunk_size
 
-_PER_SLOT = ("x", "z", "dt", "B", "C", "num_buffered", "ring_start")
+_PER_SLOT = ("x", "z", "dt", "B", "C", "num_buffered", "ring_start", "shadow")
 
 
 @dataclass
@@ -36,6 +36,8 @@ class BatchInvariantDecodeBuffers:
         chunk_flags: int32 ``[S]``, by lane: 1 where the last call folded a chunk.
         ring_start: int32 ``[S]``: the oldest live row; None when max_tokens is 1.
         max_tokens: most tokens a lane may have in one call.
+        shadow: ``[S, H, P, N]`` or None: ``ssm_state`` rounded to the activation dtype, which is what a step reads of
+            it. Half the bytes of a step for half as much memory again.
     """
 
     x: Tensor
@@ -49,6 +51,7 @@ class BatchInvariantDecodeBuffers:
     chunk_flags: Tensor
     ring_start: Tensor | None = None
     max_tokens: int = 1
+    shadow: Tensor | None = None
 
     @classmethod
     def allocate(
@@ -64,6 +67,7 @@ class BatchInvariantDecodeBuffers:
         *,
         max_tokens: int = 1,
         trimmed: bool = False,
+        shadow: bool = False,
     ) -> BatchInvariantDecodeBuffers:
         """Allocate zeroed buffers.
 
@@ -78,6 +82,7 @@ class BatchInvariantDecodeBuffers:
             dtype: of x, z, dt, B, C and out: bf16, fp16 or fp32.
             max_tokens: most tokens a lane may have in one call, 1..Q.
             trimmed: leave z and C out, which saves nearly half of the memory.
+            shadow: keep a rounded copy of the state; for bf16 and fp16.
 
         Raises:
             TypeError: a size is no whole number.
@@ -103,6 +108,8 @@ class BatchInvariantDecodeBuffers:
             raise ValueError(f"ngroups: expected a divisor of nheads={nheads}, got {ngroups}")
         if dtype not in INPUT_DTYPES:
             raise ValueError(f"dtype: expected {' or '.join(str(d) for d in INPUT_DTYPES)}, got {dtype}")
+        if shadow and dtype == torch.float32:
+            raise ValueError("shadow: expected a dtype of 16 bits, since an fp32 state is read as it is")
         rows = chunk_size if max_tokens == 1 else chunk_size + 2 * max_tokens - 1
         zeros = lambda *shape, kind=dtype: torch.zeros(max_requests, *shape, dtype=kind, device=device)  # noqa: E731
         per_lane = () if max_tokens == 1 else (max_tokens,)
@@ -112,6 +119,7 @@ class BatchInvariantDecodeBuffers:
             num_buffered=zeros(kind=torch.int32), out=zeros(*per_lane, nheads, headdim),
             target_rows=zeros(kind=torch.int32), chunk_flags=zeros(kind=torch.int32),
             ring_start=None if max_tokens == 1 else zeros(kind=torch.int32), max_tokens=max_tokens,
+            shadow=zeros(nheads, headdim, dstate) if shadow else None,
         )  # fmt: skip
 
     @property
@@ -126,7 +134,8 @@ class BatchInvariantDecodeBuffers:
         """Store the unfinished chunk of each prefill that began at a chunk boundary.
 
         ``ssm_state`` must then hold each sequence's state at its last boundary, the ``boundary_states`` of
-        ``replayssm.ssd.chunk_scan``. What the slot held before is gone: rows behind the tail repeat its last token.
+        ``replayssm.ssd.chunk_scan``, and with a ``shadow`` be followed by :meth:`refresh`. What the slot held before
+        is gone: rows behind the tail repeat its last token.
 
         Args:
             x: ``[T, H, P]``, the buffers' dtype, as all of these: packed sequences.
@@ -153,8 +162,8 @@ class BatchInvariantDecodeBuffers:
         """Store what a later piece of a prefill, which began anywhere, leaves unfinished.
 
         Call it after ``chunk_scan`` has scanned the piece with ``**buffers.unfinished()``, and store that call's
-        ``boundary_states`` into ``ssm_state``. Arguments and errors are those of :meth:`seed`; on the CPU a cursor out
-        of range is refused too.
+        ``boundary_states`` into ``ssm_state``; a ``shadow`` then needs :meth:`refresh`. Arguments and errors are those
+        of :meth:`seed`; on the CPU a cursor out of range is refused too.
         """
         self._store(x, z, dt, B, C, cu_seqlens, batch_indices, True)
 
@@ -165,6 +174,23 @@ class BatchInvariantDecodeBuffers:
         rows = self.x, self.z, self.dt, self.B, self.C, self.num_buffered, self.ring_start
         n = check_store(*rows, x, z, dt, B, C, cu_seqlens, batch_indices)
         ops.store_tails(*rows, x, z, dt, B, C, cu_seqlens, batch_indices[:n], self.chunk_size, extend)
+
+    def refresh(self, ssm_state: Tensor, batch_indices: Tensor) -> None:
+        """Round the state of some slots into ``shadow``; without one, do nothing.
+
+        Needed wherever ``ssm_state`` was written by anything but a step: after a prefill, above all.
+
+        Args:
+            ssm_state: fp32 ``[S, H, P, N]``, packed from axis 1.
+            batch_indices: int32 or int64: the slots; negative ones are skipped.
+
+        Raises:
+            TypeError: an argument is no tensor.
+            ValueError: a shape, dtype, device or stride does not fit; on the CPU also a slot out of range.
+        """
+        if self.shadow is not None:
+            check_refresh(self.shadow, ssm_state, batch_indices)
+            ops.refresh(self.shadow, ssm_state, batch_indices)
 
     def unfinished(self) -> dict[str, Tensor | None]:
         """The arguments by which ``chunk_scan`` continues these sequences: the rows and cursors, as they are."""

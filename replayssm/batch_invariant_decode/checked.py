@@ -21,6 +21,7 @@ def check_values(
     target_rows: Tensor,
     chunk_flags: Tensor,
     out: Tensor,
+    shadow: Tensor | None,
     x: Tensor,
     z: Tensor | None,
     dt: Tensor,

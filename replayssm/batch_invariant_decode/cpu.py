@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from replayssm.batch_invariant_decode.requests import plan, plan_rows
-from replayssm.batch_invariant_decode.storage import commit, masked_update_rows, store_tails, write_rows
+from replayssm.batch_invariant_decode.storage import commit, masked_update_rows, refresh, store_tails, write_rows
 from replayssm.ssd.arithmetic import Chunk, Parameters, Rows, build, finish, fold, parameters, ring_rows, score
 
-__all__ = ["commit", "decode_rows", "masked_update_rows", "step", "store_tails"]
+__all__ = ["commit", "decode_rows", "masked_update_rows", "refresh", "step", "store_tails"]
 
 
 class _Slot:
@@ -20,6 +20,13 @@ class _Slot:
         self.state = state
         self.chunk_size = chunk_size
         self.shared = shared
+        self.shadow: Tensor | None = None
+
+    def close(self, boundary: Tensor) -> None:
+        """Make ``boundary`` the slot's state."""
+        self.state.copy_(boundary)
+        if self.shadow is not None:
+            self.shadow.copy_(boundary)
 
     def chunk(self, start: int, count: int) -> Chunk:
         """The chunk of ``count`` rows from ring row ``start`` on."""
@@ -30,7 +37,7 @@ class _Slot:
         count, Q = C.shape[0], self.chunk_size
         inside = min(count, Q - live)
         chunk = self.chunk(start, live + inside)
-        y = score(chunk, self.state, C[:inside], live)
+        y = score(chunk, self.state if self.shadow is None else self.shadow.float(), C[:inside], live)
         if chunk.length < Q:
             return y, None
         boundary = fold(self.state, chunk)
@@ -52,6 +59,7 @@ def step(
     target_rows: Tensor,
     chunk_flags: Tensor,
     out: Tensor,
+    shadow: Tensor | None,
     x: Tensor,
     z: Tensor | None,
     dt: Tensor,
@@ -76,8 +84,9 @@ def step(
     pairs = [(x_rows, x), (z_rows, z), (dt_rows, dt), (B_rows, B), (C_rows, C)]
     for lane, number, start, live in lanes:
         slot = _Slot(Rows(x_rows[number], dt_rows[number], B_rows[number]), ssm_state[number], chunk_size, shared)
+        slot.shadow = None if shadow is None else shadow[number]
         if ring_start is not None and live >= chunk_size:
-            slot.state.copy_(fold(slot.state, slot.chunk(start, chunk_size)))
+            slot.close(fold(slot.state, slot.chunk(start, chunk_size)))
             start, live = (start + chunk_size) % x_rows.shape[1], live - chunk_size
             ring_start[number], num_buffered[number], chunk_flags[lane] = start, live, 1
         for rows, values in pairs:
@@ -89,7 +98,7 @@ def step(
         if ring_start is None:
             num_buffered[number] = live + 1 if boundary is None else 0
             if boundary is not None:
-                slot.state.copy_(boundary)
+                slot.close(boundary)
                 chunk_flags[lane] = 1
 
 

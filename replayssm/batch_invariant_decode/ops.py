@@ -33,6 +33,10 @@ def _run_masked_update_rows(states: Tensor, *args: Any) -> None:
     implementation(_FAMILY, states.device).masked_update_rows(states, *args)
 
 
+def _run_refresh(shadow: Tensor, *args: Any) -> None:
+    implementation(_FAMILY, shadow.device).refresh(shadow, *args)
+
+
 def _run_commit(num_buffered: Tensor, *args: Any) -> None:
     implementation(_FAMILY, num_buffered.device).commit(num_buffered, *args)
 
@@ -40,9 +44,9 @@ def _run_commit(num_buffered: Tensor, *args: Any) -> None:
 step = define(
     "batch_invariant_decode_step(Tensor(a!) ssm_state, Tensor(b!) x_rows, Tensor(c!)? z_rows, Tensor(d!) dt_rows, "
     "Tensor(e!) B_rows, Tensor(f!)? C_rows, Tensor(g!) num_buffered, Tensor(h!)? ring_start, Tensor(i!) target_rows, "
-    "Tensor(j!) chunk_flags, Tensor(k!) out, Tensor x, Tensor? z, Tensor dt, Tensor B, Tensor C, Tensor A, Tensor? D, "
-    "Tensor? dt_bias, Tensor batch_indices, int chunk_size, int most_live, bool dt_softplus, float dt_min, "
-    "float dt_max) -> ()",
+    "Tensor(j!) chunk_flags, Tensor(k!) out, Tensor(l!)? shadow, Tensor x, Tensor? z, Tensor dt, Tensor B, Tensor C, "
+    "Tensor A, Tensor? D, Tensor? dt_bias, Tensor batch_indices, int chunk_size, int most_live, bool dt_softplus, "
+    "float dt_min, float dt_max) -> ()",
     _run_step,
 )
 decode_rows = define(
@@ -60,6 +64,10 @@ store_tails = define(
 masked_update_rows = define(
     "masked_update_rows(Tensor(a!) states, Tensor indices, Tensor values) -> ()",
     _run_masked_update_rows,
+)
+refresh = define(
+    "batch_invariant_decode_refresh(Tensor(a!) shadow, Tensor ssm_state, Tensor batch_indices) -> ()",
+    _run_refresh,
 )
 commit = define(
     "batch_invariant_decode_commit(Tensor(a!) num_buffered, Tensor batch_indices, Tensor num_accepted, "

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from replayssm.batch_invariant_decode.requests import plan, plan_rows
-from replayssm.batch_invariant_decode.storage import commit, masked_update_rows, store_tails
+from replayssm.batch_invariant_decode.storage import commit, masked_update_rows, refresh, store_tails
 from replayssm.ssd.reference import advance, process_dt, read_out
 
-__all__ = ["commit", "decode_rows", "masked_update_rows", "step", "store_tails"]
+__all__ = ["commit", "decode_rows", "masked_update_rows", "refresh", "step", "store_tails"]
 
 
 def step(
@@ -23,6 +23,7 @@ def step(
     target_rows: Tensor,
     chunk_flags: Tensor,
     out: Tensor,
+    shadow: Tensor | None,
     x: Tensor,
     z: Tensor | None,
     dt: Tensor,
@@ -61,6 +62,8 @@ def step(
                 out[lane, new] = read_out(S, token[0], C[lane, new], D, gate).to(out.dtype)
             if t + 1 == chunk_size and (ring_start is None or t < live):
                 ssm_state[slot] = S
+                if shadow is not None:
+                    shadow[slot] = S
                 chunk_flags[lane] = 1
         if ring_start is None:
             num_buffered[slot] = (live + 1) % chunk_size

@@ -28,6 +28,16 @@ def masked_update_rows(states: Tensor, indices: Tensor, values: Tensor) -> None:
             states[row] = values[index]
 
 
+def refresh(shadow: Tensor, ssm_state: Tensor, batch_indices: Tensor) -> None:
+    """See ``BatchInvariantDecodeBuffers.refresh``."""
+    slots = [slot for slot in batch_indices.tolist() if slot >= 0]
+    for slot in slots:
+        if slot >= shadow.shape[0]:
+            raise ValueError(f"batch_indices: expected values below slots={shadow.shape[0]}, got {slot}")
+    for slot in slots:
+        shadow[slot] = ssm_state[slot]
+
+
 def store_tails(
     x_rows: Tensor,
     z_rows: Tensor | None,

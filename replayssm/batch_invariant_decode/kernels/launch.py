@@ -76,6 +76,7 @@ def step(
     target_rows: Tensor,
     chunk_flags: Tensor,
     out: Tensor,
+    shadow: Tensor | None,
     x: Tensor,
     z: Tensor | None,
     dt: Tensor,
@@ -95,8 +96,8 @@ def step(
     rows = Rows(x_rows, z_rows, dt_rows, B_rows, C_rows)
     new = Rows(packed(x, 2), None if z is None else packed(z, 2), packed(dt, 2), packed(B, 2), packed(C, 2))
     _launch(
-        ssm_state, rows, new, x_rows.shape[1], num_buffered, ring_start, batch_indices, None, target_rows, chunk_flags,
-        out, A, D, dt_bias, chunk_size, dt_softplus, dt_min, dt_max,
+        ssm_state, shadow, rows, new, x_rows.shape[1], num_buffered, ring_start, batch_indices, None, target_rows,
+        chunk_flags, out, A, D, dt_bias, chunk_size, dt_softplus, dt_min, dt_max,
     )  # fmt: skip
 
 
@@ -126,15 +127,16 @@ def decode_rows(
     rows = Rows(*flat)  # type: ignore[arg-type]
     tokens = Rows(*(None if t is None else t.expand(1, *t.shape[1:]) for t in flat))  # type: ignore[arg-type]
     _launch(
-        initial_states, rows, tokens, (1 << 31) - 1, target_rows, None, slots, chunk_starts, target_rows, chunk_flags,
-        out.unsqueeze(1), A, D, dt_bias, chunk_size, dt_softplus, dt_min, dt_max,
+        initial_states, None, rows, tokens, (1 << 31) - 1, target_rows, None, slots, chunk_starts, target_rows,
+        chunk_flags, out.unsqueeze(1), A, D, dt_bias, chunk_size, dt_softplus, dt_min, dt_max,
     )  # fmt: skip
 
 
 def _launch(
-    ssm_state: Tensor, rows: Rows, new: Rows, ring_len: int, num_buffered: Tensor, ring_start: Tensor | None,
-    slots: Tensor, chunk_starts: Tensor | None, target_rows: Tensor, chunk_flags: Tensor, out: Tensor, A: Tensor,
-    D: Tensor | None, dt_bias: Tensor | None, chunk_size: int, dt_softplus: bool, dt_min: float, dt_max: float,
+    ssm_state: Tensor, shadow: Tensor | None, rows: Rows, new: Rows, ring_len: int, num_buffered: Tensor,
+    ring_start: Tensor | None, slots: Tensor, chunk_starts: Tensor | None, target_rows: Tensor, chunk_flags: Tensor,
+    out: Tensor, A: Tensor, D: Tensor | None, dt_bias: Tensor | None, chunk_size: int, dt_softplus: bool, dt_min: float,
+    dt_max: float,
 ) -> None:  # fmt: skip
     """Both launches. With ``chunk_starts`` the rows are flat: nothing is appended, and cursors are given by lane."""
     (lanes, T, H, P), (G, N) = out.shape, rows.B.shape[2:]
@@ -164,9 +166,9 @@ def _launch(
         maxnreg=first.registers, **shared,
     )  # fmt: skip
     score_step[(lanes * H * triton.cdiv(P, tile.rows),)](
-        ssm_state, rows.x, rows.B, num_buffered, ring_start, target_rows, chunk_flags, out, new.x, new.z, new.C, D,
-        slots, chunk_starts, *work,
-        ssm_state.stride(0), stride(rows.x), stride(rows.B), rows.x.stride(1), rows.B.stride(1),
+        ssm_state, shadow, rows.x, rows.B, num_buffered, ring_start, target_rows, chunk_flags, out, new.x, new.z, new.C,
+        D, slots, chunk_starts, *work,
+        ssm_state.stride(0), stride(shadow), stride(rows.x), stride(rows.B), rows.x.stride(1), rows.B.stride(1),
         out.stride(0), out.stride(1), by_lane(new.x), by_lane(new.z), by_lane(new.C),
         new.x.stride(1), stride(new.z, 1), stride(new.C, 1),
         stride(D), 0 if D is None or D.dim() == 1 else D.stride(1), T, ring_len, H, per_group, chunk_size,

@@ -124,10 +124,10 @@ def prepare_step(
         total = sums(value, decay)
         if FLAT or end >= (chunk + 1) * chunk_size:  # full: it may be folded
             newest = tl.sum(tl.where((row == chunk_size - 1)[None, :], total, 0.0), 1)
-            at = (lane * 2 + tl.minimum(chunk, 1)) * nheads + head
-            tl.store(fold_decays + at, tl.exp(newest), mask=h_in)
+            index = (lane * 2 + tl.minimum(chunk, 1)) * nheads + head
+            tl.store(fold_decays + index, tl.exp(newest), mask=h_in)
             scale = fold_scale(newest[:, None], total, value)
-            tl.store(fold_scales + at[:, None] * ROWS + row[None, :], scale, mask=h_in[:, None])
+            tl.store(fold_scales + index[:, None] * ROWS + row[None, :], scale, mask=h_in[:, None])
         if end > chunk * chunk_size and live < (chunk + 1) * chunk_size:
             products = tl.zeros((ROWS, TOKENS), tl.float32)
             B_at = tl.where(is_old, B_rows + ring * s_B_row, B + (position - live) * s_B)
@@ -140,10 +140,10 @@ def prepare_step(
             before = live - chunk * chunk_size
             for i in range(tl.maximum(-before, 0), tl.minimum(seq_len, chunk_size - before)):
                 target = before + i
-                newest = tl.sum(tl.where((row == target)[None, :], total, 0.0), 1)
+                here = tl.sum(tl.where((row == target)[None, :], total, 0.0), 1)
                 product = tl.sum(tl.where((t == i)[None, :], products, 0.0), 1)
-                w = weights(product[None, :], newest[:, None], total, value)
+                w = weights(product[None, :], here[:, None], total, value)
                 w = tl.where((row <= target)[None, :], w, 0.0)
-                tl.store(row_decays + out + i, tl.exp(newest), mask=h_in)
+                tl.store(row_decays + out + i, tl.exp(here), mask=h_in)
                 at = (out + i)[:, None] * ROWS + row[None, :]
                 tl.store(row_weights + at, w.to(OPERAND), mask=h_in[:, None])

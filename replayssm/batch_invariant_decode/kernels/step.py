@@ -86,10 +86,10 @@ def _write(y, x, z, D, out, p, p_in, first, last, s_x, s_z, s_out):
 
 @triton.jit(do_not_specialize=PER_CALL)
 def score_step(
-    ssm_state, x_rows, B_rows, num_buffered, ring_start, target_rows, chunk_flags, out, x, z, C, D, slots, chunk_starts,
-    cursors, row_weights, row_decays, fold_scales, fold_decays,
-    s_state, s_x_slot, s_B_slot, s_x_row, s_B_row, s_out_lane, s_out, s_x_lane, s_z_lane, s_C_lane, s_x, s_z, s_C,
-    s_D_head, s_D_element, seq_len, ring_len, nheads, heads_per_group, chunk_size,
+    ssm_state, shadow, x_rows, B_rows, num_buffered, ring_start, target_rows, chunk_flags, out, x, z, C, D, slots,
+    chunk_starts, cursors, row_weights, row_decays, fold_scales, fold_decays,
+    s_state, s_shadow, s_x_slot, s_B_slot, s_x_row, s_B_row, s_out_lane, s_out, s_x_lane, s_z_lane, s_C_lane, s_x, s_z,
+    s_C, s_D_head, s_D_element, seq_len, ring_len, nheads, heads_per_group, chunk_size,
     P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BP: tl.constexpr,
     FP: tl.constexpr, BT: tl.constexpr, ONE: tl.constexpr, LAZY: tl.constexpr, FLAT: tl.constexpr,
     OPERAND: tl.constexpr, OVERLAP: tl.constexpr,
@@ -123,7 +123,11 @@ def score_step(
         return
     ssm_state += slot * s_state + head * (P * N)
     inside = p_in[:, None] & (n < N)[None, :]
-    state = tl.load(ssm_state + p[:, None] * N + n[None, :], mask=inside, other=0.0)
+    if shadow is None:
+        state = tl.load(ssm_state + p[:, None] * N + n[None, :], mask=inside, other=0.0)
+    else:
+        shadow += slot * s_shadow + head * (P * N)
+        state = tl.load(shadow + p[:, None] * N + n[None, :], mask=inside, other=0.0)
     C_at = C + lane * s_C_lane + group * N + (t * s_C)[None, :] + n[:, None]
     x += lane * s_x_lane + head * P
     if z is not None:
@@ -183,6 +187,9 @@ def score_step(
                     # Beyond the first chunk it is not known yet which tokens will stay.
                     if not LAZY or (c == 0 and folds):
                         tl.store(at, block, mask=q_in[:, None] & (n < N)[None, :])
+                        if shadow is not None:
+                            rounded = shadow + q[:, None] * N + n[None, :]
+                            tl.store(rounded, block.to(OPERAND), mask=q_in[:, None] & (n < N)[None, :])
     else:
         y = _score(
             state, C_tile, x_rows, row_weights, row_decays, p_in, p, start, live, live + seq_len - 1, s_x_row, seq_len,

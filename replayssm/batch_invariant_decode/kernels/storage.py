@@ -36,6 +36,26 @@ def masked_update_rows(states: Tensor, indices: Tensor, values: Tensor) -> None:
 
 
 @triton.jit
+def _refresh(shadow, ssm_state, slots, s_shadow, s_state, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (lane, block of the state)."""
+    slot = tl.load(slots + tl.program_id(0)).to(tl.int64)
+    if slot >= 0:
+        e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(ssm_state + slot * s_state + e, mask=e < SIZE)
+        tl.store(shadow + slot * s_shadow + e, value.to(shadow.dtype.element_ty), mask=e < SIZE)
+
+
+def refresh(shadow: Tensor, ssm_state: Tensor, batch_indices: Tensor) -> None:
+    """See ``BatchInvariantDecodeBuffers.refresh``."""
+    size = shadow[:1].numel()
+    if size and batch_indices.shape[0]:
+        _refresh[(batch_indices.shape[0], triton.cdiv(size, 4096))](
+            shadow, ssm_state, packed(batch_indices, 0), shadow.stride(0), ssm_state.stride(0), SIZE=size, BLOCK=4096,
+            num_warps=8,
+        )  # fmt: skip
+
+
+@triton.jit
 def _tail(sequence, num_buffered, ring_start, cu_seqlens, slot, ring_len, chunk_size, EXTEND: tl.constexpr):
     """``(first place, new rows stored, token behind them, tail, oldest row)`` of a sequence that is not padding."""
     buffered = 0
@@ -87,12 +107,12 @@ def _store_rows(
         token = tl.where(k < tail, end - tail + k, end - 1)
     if wanted:
         row = ((place + k) % ring_len).to(tl.int64)
-        token = token.to(tl.int64)
-        _copy_row(x_rows, x, s_x_slot, s_x_row, s_x, slot, row, token, X, BLOCK)
-        _copy_row(z_rows, z, s_z_slot, s_z_row, s_z, slot, row, token, X, BLOCK)
-        _copy_row(dt_rows, dt, s_dt_slot, s_dt_row, s_dt, slot, row, token, H, BLOCK)
-        _copy_row(B_rows, B, s_B_slot, s_B_row, s_B, slot, row, token, B_SIZE, BLOCK)
-        _copy_row(C_rows, C, s_C_slot, s_C_row, s_C, slot, row, token, B_SIZE, BLOCK)
+        source = token.to(tl.int64)
+        _copy_row(x_rows, x, s_x_slot, s_x_row, s_x, slot, row, source, X, BLOCK)
+        _copy_row(z_rows, z, s_z_slot, s_z_row, s_z, slot, row, source, X, BLOCK)
+        _copy_row(dt_rows, dt, s_dt_slot, s_dt_row, s_dt, slot, row, source, H, BLOCK)
+        _copy_row(B_rows, B, s_B_slot, s_B_row, s_B, slot, row, source, B_SIZE, BLOCK)
+        _copy_row(C_rows, C, s_C_slot, s_C_row, s_C, slot, row, source, B_SIZE, BLOCK)
 
 
 @triton.jit

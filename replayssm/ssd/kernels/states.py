@@ -74,8 +74,8 @@ def chunk_boundaries(
             added = tl.dot(tl.trans(x_rows), scaled, added, input_precision="ieee")
         reached = tl.fma(tl.exp(newest), state, added)
         if tl.program_id(1) % columns == 0:
-            at = (index + head) * (tl.num_programs(1) // columns) + tl.program_id(1) // columns
-            tl.store(flags + at, holds_no_number(added))
+            flag_at = (index + head) * (tl.num_programs(1) // columns) + tl.program_id(1) // columns
+            tl.store(flags + flag_at, holds_no_number(added))
         if limit == chunk_size:
             state = reached
             if chunk_states is not None:
