@@ -20,7 +20,6 @@ from replayssm.hf.body import Body
 from replayssm.hf.fixed_cache import FixedCache, UnattachedLayer
 from replayssm.hf.linear import may_pack
 from replayssm.hf.options import integers
-from replayssm.hf.prefill import Prefill
 
 
 @dataclass
@@ -97,7 +96,7 @@ class ReplayCache(FixedCache):
             max_tokens=max_tokens,
             device=model.device,
         )
-        self._prefill: Prefill | None = None
+        self._prompts = False
         self.traffic = Traffic()
         self._family, self._model = family, model.base_model
         pack = may_pack(attachment.linears)
@@ -186,7 +185,7 @@ class ReplayCache(FixedCache):
             raise ValueError("input_ids: expected at least one token, got none")
         new = [self._lengths[row] == 0 for row in self._rows]
         if all(new):
-            self._prefill = Prefill(self._family, batch, self.pool.device)
+            self._prompts = True
             self.pool.reset(self.slots)
         elif any(new):
             raise ValueError("ReplayCache: rows with and without a past cannot share a forward; see select")
@@ -195,7 +194,7 @@ class ReplayCache(FixedCache):
                 f"input_ids: expected at most max_tokens={self.pool.max_tokens} tokens after the prefill, got {seq_len}"
             )
         else:
-            self._prefill = None
+            self._prompts = False
             self._pending = seq_len
             self._count(seq_len)
         for row in self._rows:
@@ -205,7 +204,7 @@ class ReplayCache(FixedCache):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """While a graph captures a forward, which runs when the graph is replayed: nothing is booked here."""
-        self._recording, self._prefill = True, None
+        self._recording, self._prompts = True, False
         try:
             yield
         finally:
@@ -228,7 +227,7 @@ class ReplayCache(FixedCache):
             tokens: of every row.
             arguments: of the base model's forward; what the cache knows better is replaced.
         """
-        prompts = self._prefill is not None
+        prompts = self._prompts
         if self._attention is not None and prompts:
             arguments |= self._attention.begin_prompts(self.slots, tokens)
         elif self._attention is not None:
@@ -242,8 +241,8 @@ class ReplayCache(FixedCache):
     def replay(self, position: int, mixer: nn.Module, hidden_states: Tensor) -> Tensor:
         """Run one recurrent layer from the pool, or through a prompt that the pool then goes on from."""
         pool, weights = self.pool, self.weights[position]
-        if self._prefill is not None:
-            out, state, conv_window = self._prefill.run(mixer, weights, hidden_states)
+        if self._prompts:
+            out, state, conv_window = self._family.run_prompt(mixer, weights, hidden_states)
             pool.write_state(position, self.slots, state, conv_window)
             return out
         return self._family.replay_forward(

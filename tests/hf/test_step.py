@@ -278,3 +278,9 @@ def test_a_model_with_a_module_of_its_own_is_converted(as_on_a_gpu):
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     hf.detach(model)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("length", [63, 64, 65, 128, 131, 192, 200])
+def test_prompts_of_several_blocks(length):
+    (prompt,) = make_prompts("tied", (length,))
+    assert generate(fresh_model("tied"), [prompt], max_new_tokens=12)[0] == [greedy_text("tied", prompt, 12)]

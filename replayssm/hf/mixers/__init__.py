@@ -2,8 +2,8 @@
 
 An adapter module has ``OPS``, the op family that it runs on; ``MIXERS``, the names of the mixers' classes; ``ROUTED``,
 those of blocks that send every token to experts of its own; ``layer_shape``, ``linears`` and ``bypassed`` of a mixer;
-``prepare`` for its weights; ``replay_forward``, which runs it; and ``run_prompt`` where prompts go another way than
-through the replay ops.
+``prepare`` for its weights; ``run_prompt``, which runs it over a prompt; and ``replay_forward``, which goes on from
+there.
 """
 
 from __future__ import annotations

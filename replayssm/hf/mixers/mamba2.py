@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from replayssm.hf.norm import in_one_launch
 from replayssm.mamba import checkpointing_ssu
 
 OPS = "mamba"
+# Tokens of a prompt's block, and the largest window that the op takes.
+_BLOCK = 64
 MIXERS = ("Mamba2Mixer",)
 ROUTED: tuple[str, ...] = ()
 
@@ -119,11 +122,7 @@ def replay_forward(
     Returns:
         ``[batch, tokens, hidden]``.
     """
-    batch, tokens, _ = hidden_states.shape
-    heads, headdim, groups, dstate = mixer.num_heads, mixer.head_dim, mixer.n_groups, mixer.ssm_state_size
-    inner, shared = heads * headdim, groups * dstate
-    projected = weights.in_proj(hidden_states)
-    gate, conv_in, dt = torch.split_with_sizes(projected, (inner, inner + 2 * shared, heads), -1)
+    conv_in, gate, dt = _project(mixer, weights, hidden_states)
     conv_out = causal_conv1d_replay(
         buffers.conv_rows,
         cursors.conv_start,
@@ -134,22 +133,102 @@ def replay_forward(
         state_batch_indices=slots,
         out=torch.empty_like(conv_in, memory_format=torch.contiguous_format),  # padding may hold anything
     )
+    y = _scan(
+        weights, buffers, (cursors.ring_start, cursors.num_live), _inputs(mixer, weights, conv_out, dt), window,
+        slots=slots, rand_seed=rand_seed,
+    )  # fmt: skip
+    return weights.out_proj(weights.norm(y.flatten(2), gate))
+
+
+def run_prompt(mixer: Any, weights: Weights, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Score prompts from an empty state: only the recurrence goes in blocks, each of which reads the state once.
+
+    A block that is folded before the next one is scored is Mamba-2's chunked scan with the chunk as window.
+    transformers' own scan costs ten times as much on a CPU.
+
+    Args:
+        mixer: the attached module.
+        weights: what ``prepare`` gave for the mixer.
+        hidden_states: ``[batch, tokens, hidden]`` fp32.
+
+    Returns:
+        The layer's output ``[batch, tokens, hidden]``, its final state and the inputs of its convolution at the last
+        tokens, both as ``ReplayPool.write_state`` takes them.
+    """
+    batch, tokens, _ = hidden_states.shape
+    layer, device, history = layer_shape(mixer), hidden_states.device, mixer.conv_kernel_size - 1
+    conv_in, gate, dt = _project(mixer, weights, hidden_states)
+    rows = torch.zeros(batch, history + tokens, layer.conv_channels, device=device)
+    # Rows of the ring where a block can begin, which are the numbers of live rows at the same time.
+    none, full = cursors = torch.zeros(2, batch, dtype=torch.int32, device=device)
+    full += _BLOCK
+    conv_out = causal_conv1d_replay(
+        rows, none, conv_in, weights.conv_weight, weights.conv_bias, activation=weights.activation
+    )
+    inputs = _inputs(mixer, weights, conv_out, dt)
+    scratch = Mamba2Buffers.allocate(
+        layer, batch, ring_len=2 * _BLOCK, conv_len=1, state_dtype=torch.float32, activation_dtype=torch.float32,
+        device=device,
+    )  # fmt: skip
+    y = torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
+    parts = list(zip(y.split(_BLOCK, 1), *(each.split(_BLOCK, 1) for each in inputs), strict=True))
+    for index, (out, *block) in enumerate(parts):
+        places = cursors[max(index - 1, 0) % 2], full if index else none
+        _scan(weights, scratch, places, block, _BLOCK, out=out)
+    # One token more, which has no room beside the last block, folds it into the state.
+    rest = parts[-1][0].shape[1]
+    places = cursors[(len(parts) - 1) % 2], torch.full_like(none, rest)
+    _scan(weights, scratch, places, [each[:, :1] for each in inputs], rest)
+    return weights.out_proj(weights.norm(y.flatten(2), gate)), scratch.state, rows[:, tokens:].transpose(1, 2)
+
+
+def _project(mixer: Any, weights: Weights, hidden_states: Tensor) -> tuple[Tensor, ...]:
+    """Inputs of the convolution, gate of the norm, and time steps ``[batch, tokens, heads]``."""
+    inner, shared = mixer.num_heads * mixer.head_dim, mixer.n_groups * mixer.ssm_state_size
+    widths = (inner, inner + 2 * shared, mixer.num_heads)
+    gate, conv_in, dt = torch.split_with_sizes(weights.in_proj(hidden_states), widths, -1)
+    return conv_in, gate, dt
+
+
+def _inputs(mixer: Any, weights: Weights, conv_out: Tensor, dt: Tensor) -> list[Tensor]:
+    """Outputs of the convolution, with the time steps, as x, dt, B and C of the op."""
     if weights.activation is None:
         conv_out = mixer.act(conv_out)
-    x, B, C = torch.split_with_sizes(conv_out, (inner, shared, shared), -1)
-    y = checkpointing_ssu(
+    heads, headdim, groups, dstate = mixer.num_heads, mixer.head_dim, mixer.n_groups, mixer.ssm_state_size
+    x, B, C = torch.split_with_sizes(conv_out, (heads * headdim, groups * dstate, groups * dstate), -1)
+    return [
+        x.unflatten(-1, (heads, headdim)),
+        dt.unsqueeze(-1).expand(-1, -1, -1, headdim),
+        B.unflatten(-1, (groups, dstate)),
+        C.unflatten(-1, (groups, dstate)),
+    ]
+
+
+def _scan(
+    weights: Weights,
+    buffers: Mamba2Buffers,
+    places: tuple[Tensor, Tensor],
+    inputs: Sequence[Tensor],
+    window: int,
+    *,
+    slots: Tensor | None = None,
+    rand_seed: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The recurrence over ``inputs`` x, dt, B, C, from the ring rows at ``places``: first live row and live rows."""
+    x, dt, B, C = inputs
+    return checkpointing_ssu(
         buffers.state,
         buffers.x_cache,
         buffers.B_cache,
         buffers.dt_cache,
-        cursors.ring_start,
-        cursors.num_live,
-        x.view(batch, tokens, heads, headdim),
-        dt.unsqueeze(-1).expand(-1, -1, -1, headdim),
+        *places,
+        x,
+        dt,
         weights.A,
-        B.view(batch, tokens, groups, dstate),
-        C.view(batch, tokens, groups, dstate),
-        None,
+        B,
+        C,
+        out,
         weights.D,
         None,
         weights.dt_bias,
@@ -160,4 +239,3 @@ def replay_forward(
         max_window=window,
         dt_limit=weights.dt_limit,
     )
-    return weights.out_proj(weights.norm(y.view(batch, tokens, inner), gate))
