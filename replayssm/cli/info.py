@@ -31,6 +31,8 @@ OPS = {
         "gated_delta_rule_replayssm_materialize",
         "gated_delta_rule_checkpointing",
     ),
+    "replayssm.row_product": ("row_product",),
+    "replayssm.rms_norm": ("rms_norm",),
 }
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "numpy")
 
