@@ -29,7 +29,7 @@ _SPOT_CHECKS = (33, 40, 47, 63)
 _PACKED_FOR = 8
 # Packed copies of all weights of a model together may take this many bytes.
 _MOST_PACKED = 2**30
-_measurements: dict[tuple[object, ...], tuple[frozenset[int], bool]] = {}
+_measurements: dict[tuple[object, ...], tuple[list[int], bool]] = {}
 
 
 def may_pack(linears: Sequence[nn.Linear]) -> bool:
@@ -67,10 +67,7 @@ class RowProduct:
         key = (weight.shape, weight.dtype, weight.device, bias is not None, pack, threads)
         if key not in _measurements:
             _measurements[key] = _measure(self._multiply, weight.shape[1], weight.device)
-        agreeing, large = _measurements[key]
-        targets = [min((count for count in agreeing if count >= rows), default=0) for rows in range(_MEASURED + 1)]
-        self.exact = large and all(targets)
-        self._target = [target or rows for rows, target in enumerate(targets)]
+        self._target, self.exact = _measurements[key]
         if not self.exact:
             warnings.warn(
                 f"matrix products on this machine with {threads} threads round a row differently when it is multiplied "
@@ -149,17 +146,19 @@ def _packed(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
 
 
 @torch.no_grad()
-def _measure(multiply: Callable[[Tensor], Tensor], width: int, device: torch.device) -> tuple[frozenset[int], bool]:
-    """Row counts whose products agree with those of 64 rows, and whether all spot checks above them agree too."""
+def _measure(multiply: Callable[[Tensor], Tensor], width: int, device: torch.device) -> tuple[list[int], bool]:
+    """To how many rows to pad each number of rows, and whether all of them get the bits of 64 rows then."""
     rows = torch.randn(65, width, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(device)
     # The second product shows whether a row's place among the others matters.
     expected, shifted = multiply(rows[:64]), multiply(rows[1:])
     if not torch.equal(expected[1:], shifted[:-1]):
-        return frozenset(), False
+        return list(range(_MEASURED + 1)), False
 
     def agrees(count: int) -> bool:
         first, second = (multiply(rows[start : start + count]) for start in (0, 1))
         return torch.equal(first, expected[:count]) and torch.equal(second, shifted[:count])
 
-    agreeing = frozenset(count for count in range(1, _MEASURED + 1) if agrees(count))
-    return agreeing, all(map(agrees, _SPOT_CHECKS))
+    agreeing = [count for count in range(1, _MEASURED + 1) if agrees(count)]
+    targets = [min((count for count in agreeing if count >= rows), default=0) for rows in range(_MEASURED + 1)]
+    exact = all(targets) and all(map(agrees, _SPOT_CHECKS))
+    return [target or rows for rows, target in enumerate(targets)], exact
