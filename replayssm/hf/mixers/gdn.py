@@ -19,6 +19,7 @@ from replayssm.cursors import Cursors
 from replayssm.gdn_decode import gated_delta_rule_checkpointing, gated_delta_rule_mtp
 from replayssm.gdn_decode.arguments import MAX_TOKENS
 from replayssm.hf.linear import JoinedProduct, RowProduct
+from replayssm.hf.mixers.scratch import scratch_rows
 from replayssm.hf.norm import in_one_launch
 
 
@@ -161,7 +162,7 @@ def run_prompt(mixer: Any, weights: Weights, hidden_states: Tensor) -> tuple[Ten
     layer, device = layer_shape(mixer), hidden_states.device
     history, slots = layer.conv_width - 1, torch.arange(batch, device=device)
     conv_in, gate, b, a = _project(mixer, weights, hidden_states)
-    rows = torch.zeros(batch, history + tokens, layer.conv_channels, device=device)
+    rows = torch.zeros(batch, scratch_rows(history + tokens), layer.conv_channels, device=device)
     start = torch.zeros(batch, dtype=torch.int32, device=device)
     conv_out = causal_conv1d_replay(
         rows, start, conv_in, weights.conv_weight, weights.conv_bias, activation=weights.activation
@@ -185,7 +186,7 @@ def run_prompt(mixer: Any, weights: Weights, hidden_states: Tensor) -> tuple[Ten
             disable_state_update=False,
             backend="tensor_core",
         )
-    return _finish(weights, y, gate), state, rows[:, tokens:].transpose(1, 2)
+    return _finish(weights, y, gate), state, rows[:, tokens : tokens + history].transpose(1, 2)
 
 
 def _project(mixer: Any, weights: Weights, hidden_states: Tensor) -> tuple[Tensor, ...]:

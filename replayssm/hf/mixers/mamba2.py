@@ -13,6 +13,7 @@ from replayssm.cache import Mamba2Buffers, Mamba2Layer
 from replayssm.conv import causal_conv1d_replay
 from replayssm.cursors import Cursors
 from replayssm.hf.linear import RowProduct
+from replayssm.hf.mixers.scratch import scratch_rows
 from replayssm.hf.norm import in_one_launch
 from replayssm.mamba import checkpointing_ssu
 
@@ -122,7 +123,7 @@ def replay_forward(
     Returns:
         ``[batch, tokens, hidden]``.
     """
-    conv_in, gate, dt = _project(mixer, weights, hidden_states)
+    conv_in, gate, dt = project(mixer, weights, hidden_states)
     conv_out = causal_conv1d_replay(
         buffers.conv_rows,
         cursors.conv_start,
@@ -134,7 +135,7 @@ def replay_forward(
         out=torch.empty_like(conv_in, memory_format=torch.contiguous_format),  # padding may hold anything
     )
     y = _scan(
-        weights, buffers, (cursors.ring_start, cursors.num_live), _inputs(mixer, weights, conv_out, dt), window,
+        weights, buffers, (cursors.ring_start, cursors.num_live), split_inputs(mixer, weights, conv_out, dt), window,
         slots=slots, rand_seed=rand_seed,
     )  # fmt: skip
     return weights.out_proj(weights.norm(y.flatten(2), gate))
@@ -157,15 +158,15 @@ def run_prompt(mixer: Any, weights: Weights, hidden_states: Tensor) -> tuple[Ten
     """
     batch, tokens, _ = hidden_states.shape
     layer, device, history = layer_shape(mixer), hidden_states.device, mixer.conv_kernel_size - 1
-    conv_in, gate, dt = _project(mixer, weights, hidden_states)
-    rows = torch.zeros(batch, history + tokens, layer.conv_channels, device=device)
+    conv_in, gate, dt = project(mixer, weights, hidden_states)
+    rows = torch.zeros(batch, scratch_rows(history + tokens), layer.conv_channels, device=device)
     # Rows of the ring where a block can begin, which are the numbers of live rows at the same time.
     none, full = cursors = torch.zeros(2, batch, dtype=torch.int32, device=device)
     full += _BLOCK
     conv_out = causal_conv1d_replay(
         rows, none, conv_in, weights.conv_weight, weights.conv_bias, activation=weights.activation
     )
-    inputs = _inputs(mixer, weights, conv_out, dt)
+    inputs = split_inputs(mixer, weights, conv_out, dt)
     scratch = Mamba2Buffers.allocate(
         layer, batch, ring_len=2 * _BLOCK, conv_len=1, state_dtype=torch.float32, activation_dtype=torch.float32,
         device=device,
@@ -179,10 +180,11 @@ def run_prompt(mixer: Any, weights: Weights, hidden_states: Tensor) -> tuple[Ten
     rest = parts[-1][0].shape[1]
     places = cursors[(len(parts) - 1) % 2], torch.full_like(none, rest)
     _scan(weights, scratch, places, [each[:, :1] for each in inputs], rest)
-    return weights.out_proj(weights.norm(y.flatten(2), gate)), scratch.state, rows[:, tokens:].transpose(1, 2)
+    out = weights.out_proj(weights.norm(y.flatten(2), gate))
+    return out, scratch.state, rows[:, tokens : tokens + history].transpose(1, 2)
 
 
-def _project(mixer: Any, weights: Weights, hidden_states: Tensor) -> tuple[Tensor, ...]:
+def project(mixer: Any, weights: Weights, hidden_states: Tensor) -> tuple[Tensor, ...]:
     """Inputs of the convolution, gate of the norm, and time steps ``[batch, tokens, heads]``."""
     inner, shared = mixer.num_heads * mixer.head_dim, mixer.n_groups * mixer.ssm_state_size
     widths = (inner, inner + 2 * shared, mixer.num_heads)
@@ -190,7 +192,7 @@ def _project(mixer: Any, weights: Weights, hidden_states: Tensor) -> tuple[Tenso
     return conv_in, gate, dt
 
 
-def _inputs(mixer: Any, weights: Weights, conv_out: Tensor, dt: Tensor) -> list[Tensor]:
+def split_inputs(mixer: Any, weights: Weights, conv_out: Tensor, dt: Tensor) -> list[Tensor]:
     """Outputs of the convolution, with the time steps, as x, dt, B and C of the op."""
     if weights.activation is None:
         conv_out = mixer.act(conv_out)
