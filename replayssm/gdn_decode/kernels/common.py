@@ -72,55 +72,37 @@ def inverse_norms(pointer, tokens, s, live, C: tl.constexpr, K: tl.constexpr, DT
 
 
 @triton.jit
-def state_tile(pointer, first, V: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr):
-    """Pointers and masks of the quarters of a head's rows from ``first`` on."""
+def rows_from(first, ROWS: tl.constexpr, C: tl.constexpr):
+    """Rows of a head that a warp holds: ``[L, R]``, from ``first`` on."""
     LANES: tl.constexpr = 128 // C
-    r = tl.arange(0, ROWS // LANES)[None, :, None] * LANES + tl.arange(0, LANES)[:, None, None]
+    return first + tl.arange(0, ROWS // LANES)[None, :] * LANES + tl.arange(0, LANES)[:, None]
+
+
+@triton.jit
+def load_rows(head, row, end, C: tl.constexpr, K: tl.constexpr):
+    """Quarters of the rows of a head's state, as stored; zeros from row ``end`` on."""
     c = tl.arange(0, C)[None, None, :]
-    return pointer + (first + r) * K + c, first + r < V, c
+    at = head + row[:, :, None] * K + c
+    here = (row < end)[:, :, None]
+    S0 = tl.load(at, mask=here & (c < K), other=0.0)
+    S1 = tl.load(at + C, mask=here & (c + C < K), other=0.0)
+    S2 = tl.load(at + 2 * C, mask=here & (c + 2 * C < K), other=0.0)
+    S3 = tl.load(at + 3 * C, mask=here & (c + 3 * C < K), other=0.0)
+    return S0, S1, S2, S3
 
 
 @triton.jit
-def load_state(at, in_rows, c, K: tl.constexpr, MASKED: tl.constexpr):
-    """Quarters of a state in fp32, zero beyond its rows and columns."""
-    C: tl.constexpr = c.shape[2]
-    if MASKED:
-        S0 = tl.load(at, mask=in_rows & (c < K), other=0.0)
-        S1 = tl.load(at + C, mask=in_rows & (c + C < K), other=0.0)
-        S2 = tl.load(at + 2 * C, mask=in_rows & (c + 2 * C < K), other=0.0)
-        S3 = tl.load(at + 3 * C, mask=in_rows & (c + 3 * C < K), other=0.0)
-    else:
-        S0, S1, S2, S3 = tl.load(at), tl.load(at + C), tl.load(at + 2 * C), tl.load(at + 3 * C)
-    return S0.to(tl.float32), S1.to(tl.float32), S2.to(tl.float32), S3.to(tl.float32)
-
-
-@triton.jit
-def store_state(at, S0, S1, S2, S3, in_rows, c, K: tl.constexpr, MASKED: tl.constexpr):
-    """Store quarters, rounded to the type that ``at`` points to."""
-    C: tl.constexpr = c.shape[2]
-    DTYPE: tl.constexpr = at.dtype.element_ty
-    if MASKED:
-        tl.store(at, S0.to(DTYPE), mask=in_rows & (c < K))
-        tl.store(at + C, S1.to(DTYPE), mask=in_rows & (c + C < K))
-        tl.store(at + 2 * C, S2.to(DTYPE), mask=in_rows & (c + 2 * C < K))
-        tl.store(at + 3 * C, S3.to(DTYPE), mask=in_rows & (c + 3 * C < K))
-    else:
-        tl.store(at, S0.to(DTYPE))
-        tl.store(at + C, S1.to(DTYPE))
-        tl.store(at + 2 * C, S2.to(DTYPE))
-        tl.store(at + 3 * C, S3.to(DTYPE))
-
-
-@triton.jit
-def copy_state(to, at, in_rows, c, K: tl.constexpr, MASKED: tl.constexpr):
-    """Copy rows of a state, bit for bit."""
-    C: tl.constexpr = c.shape[2]
-    for i in tl.static_range(4):
-        if MASKED:
-            mask = in_rows & (c + i * C < K)
-            tl.store(to + i * C, tl.load(at + i * C, mask=mask, other=0.0), mask=mask)
-        else:
-            tl.store(to + i * C, tl.load(at + i * C))
+def store_rows(head, row, end, S0, S1, S2, S3, K: tl.constexpr):
+    """Store rows before ``end``, rounded to the type of the state."""
+    C: tl.constexpr = S0.shape[2]
+    DTYPE: tl.constexpr = head.dtype.element_ty
+    c = tl.arange(0, C)[None, None, :]
+    at = head + row[:, :, None] * K + c
+    here = (row < end)[:, :, None]
+    tl.store(at, S0.to(DTYPE), mask=here & (c < K))
+    tl.store(at + C, S1.to(DTYPE), mask=here & (c + C < K))
+    tl.store(at + 2 * C, S2.to(DTYPE), mask=here & (c + 2 * C < K))
+    tl.store(at + 3 * C, S3.to(DTYPE), mask=here & (c + 3 * C < K))
 
 
 @triton.jit
@@ -131,63 +113,84 @@ def ring_row(start, row, ring_len):
 
 
 @triton.jit
-def replay(
-    S0, S1, S2, S3, v, k, g, beta, start, count, ring_len, row, track, track_step, in_rows, c,
-    V: tl.constexpr, K: tl.constexpr, TP: tl.constexpr, NORM: tl.constexpr, MASKED: tl.constexpr,
+def prepare(
+    g, beta, k, start, begin, count, ring_len, TP: tl.constexpr, C: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr
 ):  # fmt: skip
-    """Apply records to rows of a state, one after the other.
+    """Decays, betas and inverse norms of the records ``begin`` .. ``begin + TP - 1``, as far as below ``count``."""
+    record = begin + tl.arange(0, TP)
+    exists = record < count
+    at = ring_row(start, record, ring_len)
+    decays = exp(tl.load(g + at, mask=exists, other=0.0))
+    betas = tl.load(beta + at, mask=exists, other=0.0)
+    norms = betas
+    if NORM:
+        norms = inverse_norms(k, at * K, 1, exists, C, K, k.dtype.element_ty)
+    return decays, betas, norms
+
+
+@triton.jit
+def apply_records(
+    S0, S1, S2, S3, decays, betas, norms, v, k, start, begin, count, ring_len, row, track, track_step,
+    V: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Apply the records that ``prepare`` made ready to rows of a state, one after the other.
 
     Args:
         S0: first quarter of the state.
         S1: second.
         S2: third.
         S3: fourth.
+        decays: ``[TP]``.
+        betas: likewise.
+        norms: likewise, read if NORM.
         v: pointer to the head's values, ``[ring_len, V]``.
         k: pointer to the key head's raw keys, ``[ring_len, K]``.
-        g: pointer to the head's log decays, ``[ring_len]``.
-        beta: likewise.
-        start: ring row of the first record.
+        start: ring row of record 0.
+        begin: first record.
         count: records; no others are read.
         ring_len: rows of the rings.
         row: rows of the state, ``[L, R]``.
-        track: where the state after record ``track_step`` is stored too; None for nowhere.
-        track_step: read if there is a place.
-        in_rows: mask of rows.
-        c: columns of a quarter.
+        track: head of another state, where the rows after record ``track_step`` are stored too; or None.
+        track_step: read if there is such a state.
         V: rows of a head.
         K: columns.
-        TP: records whose gates and norms are made ready together.
         NORM: divide keys by their norms.
-        MASKED: whether the tile overhangs.
 
     Returns:
         The quarters after the last record.
     """
     C: tl.constexpr = S0.shape[2]
     LANES: tl.constexpr = S0.shape[0]
-    K_TYPE: tl.constexpr = k.dtype.element_ty
-    for begin in range(0, count, TP):
-        token = begin + tl.arange(0, TP)
-        exists = token < count
-        at = ring_row(start, token, ring_len)
-        decays = exp(tl.load(g + at, mask=exists, other=0.0))
-        betas = tl.load(beta + at, mask=exists, other=0.0)
+    TP: tl.constexpr = decays.shape[0]
+    first = ring_row(start, begin, ring_len)
+    k0, k1, k2, k3 = vector(k + first * K, 1, LANES, C, K)
+    value = tl.load(v + first * V + row, mask=row < V, other=0.0)
+    for i in range(0, tl.minimum(TP, count - begin)):
+        x0, x1, x2, x3 = rounded(k0, k1, k2, k3, k.dtype.element_ty)
+        u = value.to(tl.float32)
+        # The next record is on its way while this one is applied.
+        following = tl.full((), begin + i + 1, tl.int32)
+        ahead = ring_row(start, following, ring_len)
+        k0, k1, k2, k3 = vector(k + ahead * K, 1, LANES, C, tl.where(following < count, K, 0))
+        value = tl.load(v + ahead * V + row, mask=row < tl.where(following < count, V, 0), other=0.0)
         if NORM:
-            norms = inverse_norms(k, at * K, 1, exists, C, K, K_TYPE)
-        first = ring_row(start, begin, ring_len)
-        k0, k1, k2, k3 = vector(k + first * K, 1, LANES, C, K)
-        value = tl.load(v + first * V + row, mask=row < V, other=0.0)
-        for i in range(0, tl.minimum(TP, count - begin)):
-            x0, x1, x2, x3 = rounded(k0, k1, k2, k3, K_TYPE)
-            u = value.to(tl.float32)
-            # The next record is on its way while this one is applied.
-            following = tl.full((), begin + i + 1, tl.int32)
-            ahead = ring_row(start, following, ring_len)
-            k0, k1, k2, k3 = vector(k + ahead * K, 1, LANES, C, tl.where(following < count, K, 0))
-            value = tl.load(v + ahead * V + row, mask=row < tl.where(following < count, V, 0), other=0.0)
-            if NORM:
-                x0, x1, x2, x3 = scaled(x0, x1, x2, x3, pick(norms, i))
-            S0, S1, S2, S3 = advance(S0, S1, S2, S3, x0, x1, x2, x3, u, pick(decays, i), pick(betas, i))
-            if track is not None and begin + i == track_step:
-                store_state(track, S0, S1, S2, S3, in_rows, c, K, MASKED)
+            x0, x1, x2, x3 = scaled(x0, x1, x2, x3, pick(norms, i))
+        S0, S1, S2, S3 = advance(S0, S1, S2, S3, x0, x1, x2, x3, u, pick(decays, i), pick(betas, i))
+        if track is not None and begin + i == track_step:
+            store_rows(track, row, V, S0, S1, S2, S3, K)
+    return S0, S1, S2, S3
+
+
+@triton.jit
+def replay(
+    S0, S1, S2, S3, v, k, g, beta, start, count, ring_len, row, V: tl.constexpr, K: tl.constexpr, TP: tl.constexpr,
+    NORM: tl.constexpr,
+):  # fmt: skip
+    """Apply any number of records; arguments as in ``prepare`` and ``apply_records``."""
+    C: tl.constexpr = S0.shape[2]
+    for begin in range(0, count, TP):
+        decays, betas, norms = prepare(g, beta, k, start, begin, count, ring_len, TP, C, K, NORM)
+        S0, S1, S2, S3 = apply_records(
+            S0, S1, S2, S3, decays, betas, norms, v, k, start, begin, count, ring_len, row, None, -1, V, K, NORM
+        )
     return S0, S1, S2, S3

@@ -14,13 +14,13 @@ from replayssm.delta_rule.kernels import dot, exp, inverse_norm, log_decay, pick
 from replayssm.gdn_decode.configs import lazy_tile, next_power_of_2
 from replayssm.gdn_decode.kernels.common import (
     inverse_norms,
-    load_state,
+    load_rows,
     replay,
     ring_row,
     rounded,
+    rows_from,
     scaled,
-    state_tile,
-    store_state,
+    store_rows,
     store_vector,
     stride,
     vector,
@@ -40,10 +40,22 @@ def _push(z0, z1, z2, z3, o, k0, k1, k2, k3, v, decay, beta, norm, applies):
 
 @triton.jit
 def _queries(
-    q, s_q_t, s_q_k, first, T, scale, LANES: tl.constexpr, C: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr
+    q,
+    s_q_t,
+    s_q_k,
+    first,
+    T,
+    scale,
+    LANES: tl.constexpr,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    ONE: tl.constexpr,
+    NORM: tl.constexpr,
 ):
-    """Queries ``first`` .. ``first + L - 1``, normalised and scaled; zeros beyond T."""
+    """Queries ``first`` .. ``first + L - 1``, normalised and scaled; zeros beyond T. If there is one, all L have it."""
     token = first + tl.arange(0, LANES)[:, None, None].to(tl.int64)
+    if ONE:
+        token = token * 0
     at = q + token * s_q_t
     count = tl.where(token < T, K, 0)
     c = tl.arange(0, C)[None, None, :]
@@ -63,45 +75,46 @@ def _queries(
 
 
 @triton.jit
+def _one(z, is_t):
+    """The query of one lane, for all lanes."""
+    return tl.sum(tl.where(is_t[:, :, None], z, 0.0), 0)[None, :, :]
+
+
+@triton.jit
 def _lazy(
     state, output, v_ring, k_ring, g_ring, beta_ring, ring_start, num_live, q, k, v, slots, A_log, a, dt_bias, b, scale,
     s_state, s_out_b, s_out_t, s_v_ring, s_k_ring, s_g_ring, s_beta_ring, s_start, s_live,
     s_q_b, s_q_t, s_q_h, s_q_k, s_k_b, s_k_t, s_k_h, s_k_k, s_v_b, s_v_t, s_v_h, s_v_v,
     s_slots, s_A, s_a_b, s_a_t, s_a_h, s_bias, s_b_b, s_b_t, s_b_h,
     T, HV, heads_per_key, ring_len, window, pad_slot_id,
-    V: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr, TP: tl.constexpr, WP: tl.constexpr,
-    NORM: tl.constexpr,
+    V: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, C: tl.constexpr, TP: tl.constexpr,
+    WP: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     LANES: tl.constexpr = 128 // C
-    BLOCKS: tl.constexpr = (V + ROWS - 1) // ROWS
-    MASKED: tl.constexpr = (V % ROWS != 0) or (4 * C != K)
-    block = tl.program_id(0) % BLOCKS
-    head = tl.program_id(0) // BLOCKS % HV
+    ONE: tl.constexpr = TP == 1
+    PARTS: tl.constexpr = (V + ROWS * BLOCKS - 1) // (ROWS * BLOCKS)
+    K_TYPE: tl.constexpr = k_ring.dtype.element_ty
+    part = tl.program_id(0) % PARTS
+    head = tl.program_id(0) // PARTS % HV
     key_head = head // heads_per_key
-    request = (tl.program_id(0) // BLOCKS // HV).to(tl.int64)
+    request = (tl.program_id(0) // PARTS // HV).to(tl.int64)
     slot = request
     if slots is not None:
         slot = tl.load(slots + request * s_slots).to(tl.int64)
     if (slot >= 0) & (slot != pad_slot_id):
-        first = block * ROWS
-        at, in_rows, c = state_tile(state + slot * s_state + head * (V * K), first, V, K, ROWS, C)
-        S0, S1, S2, S3 = load_state(at, in_rows, c, K, MASKED)
+        state += slot * s_state + head * (V * K)
+        first = part * (ROWS * BLOCKS)
+        row = rows_from(first, ROWS, C)
+        N0, N1, N2, N3 = load_rows(state, row, V, C, K)
         v_ring += slot * s_v_ring + head * ring_len * V
         k_ring += slot * s_k_ring + key_head * ring_len * K
         g_ring += slot * s_g_ring + head * ring_len
         beta_ring += slot * s_beta_ring + head * ring_len
         start = tl.load(ring_start + slot * s_start)
-        live = tl.load(num_live + slot * s_live)
-        new = ring_row(start, live, ring_len)
-        if (live > 0) & (live + T > window):
-            row = first + tl.arange(0, ROWS // LANES)[None, :] * LANES + tl.arange(0, LANES)[:, None]
-            S0, S1, S2, S3 = replay(
-                S0, S1, S2, S3, v_ring, k_ring, g_ring, beta_ring, start, live, ring_len, row, None, -1,
-                in_rows, c, V, K, WP, NORM, MASKED,
-            )  # fmt: skip
-            store_state(at, S0, S1, S2, S3, in_rows, c, K, MASKED)
-            S0, S1, S2, S3 = rounded(S0, S1, S2, S3, state.dtype.element_ty)
-            live = 0
+        old = tl.load(num_live + slot * s_live)
+        new = ring_row(start, old, ring_len)
+        flush = (old > 0) & (old + T > window)
+        live = tl.where(flush, 0, old)
 
         q += request * s_q_b + key_head * s_q_h
         k += request * s_k_b + key_head * s_k_h
@@ -115,31 +128,29 @@ def _lazy(
         betas = strength(gain)
         decays = exp(g)
         if NORM:
-            norms = inverse_norms(k, token * s_k_t, s_k_k, exists, C, K, k_ring.dtype.element_ty)
-        if block == 0:
+            norms = inverse_norms(k, token * s_k_t, s_k_k, exists, C, K, K_TYPE)
+        if part == 0:
             to = ring_row(new, tl.arange(0, TP), ring_len)
             tl.store(g_ring + to, g, mask=exists)
             tl.store(beta_ring + to, betas, mask=exists)
 
-        row = first + tl.arange(0, ROWS)[None, :]
         lane = tl.arange(0, LANES)
-        in_V = (row < V) & (lane[:, None] >= 0)
+        own = first + tl.arange(0, ROWS * BLOCKS)[None, :] + lane[:, None] * 0  # the program's rows, for every query
         for group in range(0, T, LANES):
-            z0, z1, z2, z3 = _queries(q, s_q_t, s_q_k, group, T, scale, LANES, C, K, NORM)
-            o = tl.zeros([LANES, ROWS], tl.float32)
+            z0, z1, z2, z3 = _queries(q, s_q_t, s_q_k, group, T, scale, LANES, C, K, ONE, NORM)
+            o = tl.zeros([LANES, ROWS * BLOCKS], tl.float32)
             newest = tl.minimum(group + LANES, T) - 1
             for back in range(0, newest + 1):
                 t = newest - back
                 far = tl.full((), t, tl.int64)  # strides may be large
                 k0, k1, k2, k3 = vector(k + far * s_k_t, s_k_k, LANES, C, K)
-                value = tl.load(v + far * s_v_t + (row + lane[:, None] * 0) * s_v_v, mask=in_V, other=0.0)
-                value = value.to(v_ring.dtype.element_ty)
+                value = tl.load(v + far * s_v_t + own * s_v_v, mask=own < V, other=0.0).to(v_ring.dtype.element_ty)
                 if t >= group:
                     to = ring_row(new, t, ring_len)
-                    tl.store(v_ring + to * V + row + lane[:, None] * 0, value, mask=in_V & (lane == 0)[:, None])
-                    if (block == 0) & (head % heads_per_key == 0):
+                    tl.store(v_ring + to * V + own, value, mask=(own < V) & (lane == 0)[:, None])
+                    if (part == 0) & (head % heads_per_key == 0):
                         store_vector(k_ring + to * K, k0, k1, k2, k3, K)
-                k0, k1, k2, k3 = rounded(k0, k1, k2, k3, k_ring.dtype.element_ty)
+                k0, k1, k2, k3 = rounded(k0, k1, k2, k3, K_TYPE)
                 norm = 1.0
                 if NORM:
                     norm = pick(norms, t)
@@ -148,43 +159,56 @@ def _lazy(
                     group + lane >= t,
                 )  # fmt: skip
             for begin in range(0, live, WP):
-                place = live - 1 - begin - tl.arange(0, WP)
-                here = place >= 0
-                at_records = ring_row(start, tl.maximum(place, 0), ring_len)
-                old_decays = exp(tl.load(g_ring + at_records, mask=here, other=0.0))
-                old_betas = tl.load(beta_ring + at_records, mask=here, other=0.0)
+                record = live - 1 - begin - tl.arange(0, WP)
+                here = record >= 0
+                at = ring_row(start, tl.maximum(record, 0), ring_len)
+                old_decays = exp(tl.load(g_ring + at, mask=here, other=0.0))
+                old_betas = tl.load(beta_ring + at, mask=here, other=0.0)
                 if NORM:
-                    old_norms = inverse_norms(k_ring, at_records * K, 1, here, C, K, k_ring.dtype.element_ty)
+                    old_norms = inverse_norms(k_ring, at * K, 1, here, C, K, K_TYPE)
                 ahead = ring_row(start, live - 1 - begin, ring_len)
                 k0, k1, k2, k3 = vector(k_ring + ahead * K, 1, LANES, C, K)
-                value = tl.load(v_ring + ahead * V + row + lane[:, None] * 0, mask=in_V, other=0.0)
+                value = tl.load(v_ring + ahead * V + own, mask=own < V, other=0.0)
                 for i in range(0, tl.minimum(WP, live - begin)):
-                    x0, x1, x2, x3 = rounded(k0, k1, k2, k3, k_ring.dtype.element_ty)
+                    x0, x1, x2, x3 = rounded(k0, k1, k2, k3, K_TYPE)
                     u = value.to(tl.float32)
                     # The next record is on its way while this one is applied.
                     following = tl.full((), live - 2 - begin - i, tl.int32)
                     ahead = ring_row(start, tl.maximum(following, 0), ring_len)
                     k0, k1, k2, k3 = vector(k_ring + ahead * K, 1, LANES, C, tl.where(following >= 0, K, 0))
-                    ahead_v = v_ring + ahead * V + row + lane[:, None] * 0
-                    value = tl.load(ahead_v, mask=row + lane[:, None] * 0 < tl.where(following >= 0, V, 0), other=0.0)
+                    value = tl.load(v_ring + ahead * V + own, mask=own < tl.where(following >= 0, V, 0), other=0.0)
                     norm = 1.0
                     if NORM:
                         norm = pick(old_norms, i)
                     z0, z1, z2, z3, o = _push(
                         z0, z1, z2, z3, o, x0, x1, x2, x3, u, pick(old_decays, i), pick(old_betas, i), norm, lane >= 0
                     )
-            for t in range(group, newest + 1):
-                is_t = (lane == t - group)[:, None]
-                own = is_t[:, :, None]
-                y0 = tl.sum(tl.where(own, z0, 0.0), 0)[None, :, :]
-                y1 = tl.sum(tl.where(own, z1, 0.0), 0)[None, :, :]
-                y2 = tl.sum(tl.where(own, z2, 0.0), 0)[None, :, :]
-                y3 = tl.sum(tl.where(own, z3, 0.0), 0)[None, :, :]
-                values = tl.reshape(tl.sum(tl.where(is_t, o, 0.0), 0), [ROWS // LANES, LANES])
-                y = dot(S0, S1, S2, S3, y0, y1, y2, y3) + tl.trans(values)
-                to_row = first + tl.arange(0, ROWS // LANES)[None, :] * LANES + lane[:, None]
-                far = tl.full((), t, tl.int64)
-                tl.store(output + far * s_out_t + to_row, y.to(output.dtype.element_ty), mask=to_row < V)
+            if group > 0:
+                N0, N1, N2, N3 = load_rows(state, row, V, C, K)
+            for block in range(0, BLOCKS):
+                at_row = row + block * ROWS
+                S0, S1, S2, S3 = rounded(N0, N1, N2, N3, tl.float32)
+                if BLOCKS > 1:  # the next block is on its way
+                    end = tl.where(tl.full((), block, tl.int32) + 1 < BLOCKS, V, 0)
+                    N0, N1, N2, N3 = load_rows(state, at_row + ROWS, end, C, K)
+                if flush & (group == 0):
+                    S0, S1, S2, S3 = replay(
+                        S0, S1, S2, S3, v_ring, k_ring, g_ring, beta_ring, start, old, ring_len, at_row, V, K, WP, NORM
+                    )
+                    store_rows(state, at_row, V, S0, S1, S2, S3, K)
+                    S0, S1, S2, S3 = rounded(S0, S1, S2, S3, state.dtype.element_ty)
+                inside = own - first - block * ROWS
+                for t in range(group, newest + 1):
+                    is_t = (lane == t - group)[:, None]
+                    if ONE:
+                        y = dot(S0, S1, S2, S3, z0, z1, z2, z3)
+                    else:
+                        y = dot(S0, S1, S2, S3, _one(z0, is_t), _one(z1, is_t), _one(z2, is_t), _one(z3, is_t))
+                    values = tl.where(is_t & (inside >= 0) & (inside < ROWS), o, 0.0)
+                    values = tl.sum(tl.sum(tl.reshape(values, [LANES, BLOCKS, ROWS]), 1), 0)
+                    y += tl.trans(tl.reshape(values, [ROWS // LANES, LANES]))
+                    far = tl.full((), t, tl.int64)
+                    tl.store(output + far * s_out_t + at_row, y.to(output.dtype.element_ty), mask=at_row < V)
 
 
 def checkpointing(
@@ -216,11 +240,11 @@ def checkpointing(
         return
     rings = (v_cache, k_cache, g_cache, beta_cache)
     tile = lazy_tile(V, K, batch * HV)
-    _lazy[(batch * HV * triton.cdiv(V, tile.rows),)](
+    _lazy[(batch * HV * triton.cdiv(V, tile.rows * tile.blocks),)](
         state, output, *rings, ring_start, num_live, q, k, v, state_batch_indices, A_log, a, dt_bias, b, scale,
         state.stride(0), *output.stride()[:2], *(ring.stride(0) for ring in rings), ring_start.stride(0),
         num_live.stride(0), *q.stride(), *k.stride(), *v.stride(), stride(state_batch_indices, 0), A_log.stride(0),
         *a.stride(), dt_bias.stride(0), *b.stride(), T, HV, HV // H, v_cache.shape[2], window, pad_slot_id,
-        V=V, K=K, ROWS=tile.rows, C=tile.columns, TP=next_power_of_2(T), WP=16, NORM=use_qk_l2norm,
+        V=V, K=K, ROWS=tile.rows, BLOCKS=tile.blocks, C=tile.columns, TP=next_power_of_2(T), WP=16, NORM=use_qk_l2norm,
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip

@@ -5,7 +5,16 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.gdn_decode.configs import next_power_of_2, simt_tile
-from replayssm.gdn_decode.kernels.common import copy_state, load_state, replay, state_tile, store_state, stride
+from replayssm.gdn_decode.kernels.common import (
+    apply_records,
+    load_rows,
+    prepare,
+    replay,
+    rounded,
+    rows_from,
+    store_rows,
+    stride,
+)
 
 
 @triton.jit
@@ -14,15 +23,14 @@ def _apply(
     s_state_l, s_state, s_rawv_l, s_rawv, s_rawk_l, s_rawk, s_g_l, s_g, s_beta_l, s_beta,
     s_sources, s_targets, s_counts, s_starts, s_track_slots, s_track_steps,
     batch, HV, heads_per_key, ring_len, null_block_id,
-    V: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr, TP: tl.constexpr, NORM: tl.constexpr,
+    V: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, C: tl.constexpr, TP: tl.constexpr,
+    WHOLE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    LANES: tl.constexpr = 128 // C
-    BLOCKS: tl.constexpr = (V + ROWS - 1) // ROWS
-    MASKED: tl.constexpr = (V % ROWS != 0) or (4 * C != K)
-    first = tl.program_id(0) % BLOCKS * ROWS
-    head = tl.program_id(0) // BLOCKS % HV
-    request = (tl.program_id(0) // BLOCKS // HV % batch).to(tl.int64)
-    layer = (tl.program_id(0) // BLOCKS // HV // batch).to(tl.int64)
+    PARTS: tl.constexpr = (V + ROWS * BLOCKS - 1) // (ROWS * BLOCKS)
+    first = tl.program_id(0) % PARTS * (ROWS * BLOCKS)
+    head = tl.program_id(0) // PARTS % HV
+    request = (tl.program_id(0) // PARTS // HV % batch).to(tl.int64)
+    layer = (tl.program_id(0) // PARTS // HV // batch).to(tl.int64)
     source = tl.load(sources + request * s_sources).to(tl.int64)
     count = tl.load(counts + request * s_counts).to(tl.int32)
     if targets is None:
@@ -33,31 +41,44 @@ def _apply(
         live = (source > null_block_id) & (target > null_block_id)
     if live:
         state += layer * s_state_l + head * (V * K)
-        at, in_rows, c = state_tile(state + source * s_state, first, V, K, ROWS, C)
-        to, in_rows, c = state_tile(state + target * s_state, first, V, K, ROWS, C)
-        if count == 0:
-            copy_state(to, at, in_rows, c, K, MASKED)
-        else:
-            S0, S1, S2, S3 = load_state(at, in_rows, c, K, MASKED)
-            start = 0
-            if starts is not None:
-                start = tl.load(starts + request * s_starts).to(tl.int32)
-            track = None
-            track_step = -1
-            if track_slots is not None:
-                place = tl.load(track_slots + request * s_track_slots).to(tl.int64)
-                track, in_rows, c = state_tile(state + place * s_state, first, V, K, ROWS, C)
-                if place > null_block_id:
-                    track_step = tl.load(track_steps + request * s_track_steps).to(tl.int32)
-            row = first + tl.arange(0, ROWS // LANES)[None, :] * LANES + tl.arange(0, LANES)[:, None]
-            S0, S1, S2, S3 = replay(
-                S0, S1, S2, S3, rawv + layer * s_rawv_l + source * s_rawv + head * ring_len * V,
-                rawk + layer * s_rawk_l + source * s_rawk + head // heads_per_key * ring_len * K,
-                g + layer * s_g_l + source * s_g + head * ring_len,
-                beta + layer * s_beta_l + source * s_beta + head * ring_len,
-                start, count, ring_len, row, track, track_step, in_rows, c, V, K, TP, NORM, MASKED,
-            )  # fmt: skip
-            store_state(to, S0, S1, S2, S3, in_rows, c, K, MASKED)
+        rawv += layer * s_rawv_l + source * s_rawv + head * ring_len * V
+        rawk += layer * s_rawk_l + source * s_rawk + head // heads_per_key * ring_len * K
+        g += layer * s_g_l + source * s_g + head * ring_len
+        beta += layer * s_beta_l + source * s_beta + head * ring_len
+        start = 0
+        if starts is not None:
+            start = tl.load(starts + request * s_starts).to(tl.int32)
+        track = None
+        track_step = -1
+        if track_slots is not None:
+            place = tl.load(track_slots + request * s_track_slots).to(tl.int64)
+            track = state + place * s_state
+            if place > null_block_id:
+                track_step = tl.load(track_steps + request * s_track_steps).to(tl.int32)
+        if WHOLE:
+            decays, betas, norms = prepare(g, beta, rawk, start, 0, count, ring_len, TP, C, K, NORM)
+        row = rows_from(first, ROWS, C)
+        N0, N1, N2, N3 = load_rows(state + source * s_state, row, V, C, K)
+        for block in range(0, BLOCKS):
+            row = rows_from(first + block * ROWS, ROWS, C)
+            S0, S1, S2, S3 = N0, N1, N2, N3
+            if BLOCKS > 1:  # the next block is on its way while records are applied to this one
+                end = tl.where(tl.full((), block, tl.int32) + 1 < BLOCKS, V, 0)
+                N0, N1, N2, N3 = load_rows(state + source * s_state, row + ROWS, end, C, K)
+            if count == 0:
+                store_rows(state + target * s_state, row, V, S0, S1, S2, S3, K)
+            else:
+                S0, S1, S2, S3 = rounded(S0, S1, S2, S3, tl.float32)
+                if WHOLE:
+                    S0, S1, S2, S3 = apply_records(
+                        S0, S1, S2, S3, decays, betas, norms, rawv, rawk, start, 0, count, ring_len, row, track,
+                        track_step, V, K, NORM,
+                    )  # fmt: skip
+                else:
+                    S0, S1, S2, S3 = replay(
+                        S0, S1, S2, S3, rawv, rawk, g, beta, start, count, ring_len, row, V, K, TP, NORM
+                    )
+                store_rows(state + target * s_state, row, V, S0, S1, S2, S3, K)
 
 
 def _launch(
@@ -70,14 +91,14 @@ def _launch(
     if layers * batch == 0:
         return
     tile = simt_tile(V, K, layers * batch * HV)
-    _apply[(layers * batch * HV * triton.cdiv(V, tile.rows),)](
+    _apply[(layers * batch * HV * triton.cdiv(V, tile.rows * tile.blocks),)](
         checkpoint_state, *rings, sources, targets, counts, starts, track_slots, track_steps,
         *checkpoint_state.stride()[:2], *(s for ring in rings for s in ring.stride()[:2]),
         sources.stride(0), stride(targets, 0), counts.stride(0), stride(starts, 0),
         stride(track_slots, 0), stride(track_steps, 0),
         batch, HV, HV // rings[1].shape[2], ring_len, null,
-        V=V, K=K, ROWS=tile.rows, C=tile.columns, TP=min(16, next_power_of_2(ring_len)), NORM=norm,
-        num_warps=1, enable_fp_fusion=False,
+        V=V, K=K, ROWS=tile.rows, BLOCKS=tile.blocks, C=tile.columns, TP=min(16, next_power_of_2(ring_len)),
+        WHOLE=ring_len <= 16, NORM=norm, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -8,17 +8,26 @@ from replayssm.delta_rule.kernels import advance, dot, exp, log_decay, pick, str
 from replayssm.gdn_decode.configs import next_power_of_2, simt_tile
 from replayssm.gdn_decode.kernels.common import (
     inverse_norms,
-    load_state,
+    load_rows,
     replay,
     ring_row,
     rounded,
+    rows_from,
     scaled,
-    state_tile,
-    store_state,
+    store_rows,
     store_vector,
     stride,
     vector,
 )
+
+
+@triton.jit
+def _normalised(x0, x1, x2, x3, norms, t, factor, DTYPE: tl.constexpr, NORM: tl.constexpr):
+    """Quarters of token t, rounded to a type, over their norm, times a factor."""
+    x0, x1, x2, x3 = rounded(x0, x1, x2, x3, DTYPE)
+    if NORM:
+        factor = pick(norms, t) * factor
+    return scaled(x0, x1, x2, x3, factor)
 
 
 @triton.jit
@@ -29,27 +38,26 @@ def _step(
     s_q_b, s_q_t, s_q_h, s_q_k, s_k_b, s_k_t, s_k_h, s_k_k, s_v_b, s_v_t, s_v_h, s_v_v,
     s_read, s_write, s_scatter_b, s_scatter_t, s_A, s_a_b, s_a_t, s_a_h, s_bias, s_b_b, s_b_t, s_b_h,
     T, HV, heads_per_key, ring_len, window, pad_slot_id,
-    V: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr, TP: tl.constexpr, WP: tl.constexpr,
-    UPDATE: tl.constexpr, NORM: tl.constexpr,
+    V: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, C: tl.constexpr, TP: tl.constexpr,
+    WP: tl.constexpr, UPDATE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     LANES: tl.constexpr = 128 // C
-    BLOCKS: tl.constexpr = (V + ROWS - 1) // ROWS
-    MASKED: tl.constexpr = (V % ROWS != 0) or (4 * C != K)
+    PARTS: tl.constexpr = (V + ROWS * BLOCKS - 1) // (ROWS * BLOCKS)
+    ONE: tl.constexpr = TP == 1
     K_TYPE: tl.constexpr = k.dtype.element_ty if k_ring is None else k_ring.dtype.element_ty
     V_TYPE: tl.constexpr = v.dtype.element_ty if v_ring is None else v_ring.dtype.element_ty
-    block = tl.program_id(0) % BLOCKS
-    head = tl.program_id(0) // BLOCKS % HV
+    part = tl.program_id(0) % PARTS
+    head = tl.program_id(0) // PARTS % HV
     key_head = head // heads_per_key
-    request = (tl.program_id(0) // BLOCKS // HV).to(tl.int64)
+    request = (tl.program_id(0) // PARTS // HV).to(tl.int64)
     slot = request
     if read_slots is not None:
         slot = tl.load(read_slots + request * s_read).to(tl.int64)
     if (slot >= 0) & (slot != pad_slot_id):
-        first = block * ROWS
-        row = first + tl.arange(0, ROWS // LANES)[None, :] * LANES + tl.arange(0, LANES)[:, None]
         state += head * (V * K)
-        at, in_rows, c = state_tile(state + slot * s_state, first, V, K, ROWS, C)
-        S0, S1, S2, S3 = load_state(at, in_rows, c, K, MASKED)
+        first = part * (ROWS * BLOCKS)
+        row = rows_from(first, ROWS, C)
+        N0, N1, N2, N3 = load_rows(state + slot * s_state, row, V, C, K)
         new = 0  # ring row of the first new token
         if v_ring is not None:
             v_ring += slot * s_v_ring + head * ring_len * V
@@ -60,15 +68,6 @@ def _step(
             start = tl.load(ring_start + slot * s_start)
             live = tl.load(num_live + slot * s_live)
             new = ring_row(start, live, ring_len)
-            if live > 0:
-                S0, S1, S2, S3 = replay(
-                    S0, S1, S2, S3, v_ring, k_ring, g_ring, beta_ring, start, live, ring_len, row, None, -1,
-                    in_rows, c, V, K, WP, NORM, MASKED,
-                )  # fmt: skip
-                if live + T > window:
-                    store_state(at, S0, S1, S2, S3, in_rows, c, K, MASKED)
-                    S0, S1, S2, S3 = rounded(S0, S1, S2, S3, state.dtype.element_ty)
-
         q += request * s_q_b + key_head * s_q_h
         k += request * s_k_b + key_head * s_k_h
         v += request * s_v_b + head * s_v_h
@@ -80,57 +79,70 @@ def _step(
         g = log_decay(tl.load(A_log + head * s_A).to(tl.float32), gate, tl.load(dt_bias + head * s_bias).to(tl.float32))
         betas = strength(gain)
         decays = exp(g)
+        k_norms = betas
+        q_norms = betas
         if NORM:
             k_norms = inverse_norms(k, token * s_k_t, s_k_k, exists, C, K, K_TYPE)
             q_norms = inverse_norms(q, token * s_q_t, s_q_k, exists, C, K, q.dtype.element_ty)
-        if g_ring is not None and block == 0:
+        if g_ring is not None and part == 0:
             to = ring_row(new, tl.arange(0, TP), ring_len)
             tl.store(g_ring + to, g, mask=exists)
             tl.store(beta_ring + to, betas, mask=exists)
-
+        final = slot
+        if write_slots is not None:
+            final = tl.load(write_slots + request * s_write).to(tl.int64)
         k0, k1, k2, k3 = vector(k, s_k_k, LANES, C, K)
         q0, q1, q2, q3 = vector(q, s_q_k, LANES, C, K)
-        value = tl.load(v + row * s_v_v, mask=row < V, other=0.0).to(V_TYPE)
-        for t in range(T):
-            far = tl.full((), t, tl.int64)  # strides may be large
-            if v_ring is not None:
-                to = ring_row(new, t, ring_len)
-                tl.store(v_ring + to * V + row, value, mask=row < V)
-                if (block == 0) & (head % heads_per_key == 0):
-                    store_vector(k_ring + to * K, k0, k1, k2, k3, K)
-            x0, x1, x2, x3 = rounded(k0, k1, k2, k3, K_TYPE)
-            y0, y1, y2, y3 = rounded(q0, q1, q2, q3, tl.float32)
-            u = value.to(tl.float32)
-            # The next token is on its way while this one is applied.
-            following = far + 1
-            k0, k1, k2, k3 = vector(k + following * s_k_t, s_k_k, LANES, C, tl.where(following < T, K, 0))
-            q0, q1, q2, q3 = vector(q + following * s_q_t, s_q_k, LANES, C, tl.where(following < T, K, 0))
-            ahead = v + following * s_v_t + row * s_v_v
-            value = tl.load(ahead, mask=row < tl.where(following < T, V, 0), other=0.0).to(V_TYPE)
-            factor = scale
-            if NORM:
-                x0, x1, x2, x3 = scaled(x0, x1, x2, x3, pick(k_norms, t))
-                factor *= pick(q_norms, t)
-            y0, y1, y2, y3 = scaled(y0, y1, y2, y3, factor)
-            S0, S1, S2, S3 = advance(S0, S1, S2, S3, x0, x1, x2, x3, u, pick(decays, t), pick(betas, t))
-            o = dot(S0, S1, S2, S3, y0, y1, y2, y3)
-            tl.store(output + far * s_out_t + row, o.to(output.dtype.element_ty), mask=row < V)
-            if snapshots is not None:
-                target = snapshots + request * s_snap_b + far * s_snap_t + head * (V * K)
-                at, in_rows, c = state_tile(target, first, V, K, ROWS, C)
-                store_state(at, S0, S1, S2, S3, in_rows, c, K, MASKED)
-            if scatter is not None:
-                place = tl.load(scatter + request * s_scatter_b + far * s_scatter_t).to(tl.int64)
-                if place >= 0:
-                    at, in_rows, c = state_tile(state + place * s_state, first, V, K, ROWS, C)
-                    store_state(at, S0, S1, S2, S3, in_rows, c, K, MASKED)
-        if UPDATE and scatter is None:
-            place = slot
-            if write_slots is not None:
-                place = tl.load(write_slots + request * s_write).to(tl.int64)
-            if place >= 0:
-                at, in_rows, c = state_tile(state + place * s_state, first, V, K, ROWS, C)
-                store_state(at, S0, S1, S2, S3, in_rows, c, K, MASKED)
+        if ONE:  # the same for all blocks
+            x0, x1, x2, x3 = _normalised(k0, k1, k2, k3, k_norms, 0, 1.0, K_TYPE, NORM)
+            y0, y1, y2, y3 = _normalised(q0, q1, q2, q3, q_norms, 0, scale, tl.float32, NORM)
+
+        for block in range(0, BLOCKS):
+            row = rows_from(first + block * ROWS, ROWS, C)
+            S0, S1, S2, S3 = rounded(N0, N1, N2, N3, tl.float32)
+            if BLOCKS > 1:  # the next block is on its way while tokens are applied to this one
+                end = tl.where(tl.full((), block, tl.int32) + 1 < BLOCKS, V, 0)
+                N0, N1, N2, N3 = load_rows(state + slot * s_state, row + ROWS, end, C, K)
+            if num_live is not None and live > 0:
+                S0, S1, S2, S3 = replay(
+                    S0, S1, S2, S3, v_ring, k_ring, g_ring, beta_ring, start, live, ring_len, row, V, K, WP, NORM
+                )
+                if live + T > window:
+                    store_rows(state + slot * s_state, row, V, S0, S1, S2, S3, K)
+                    S0, S1, S2, S3 = rounded(S0, S1, S2, S3, state.dtype.element_ty)
+            if not ONE:
+                k0, k1, k2, k3 = vector(k, s_k_k, LANES, C, K)
+                q0, q1, q2, q3 = vector(q, s_q_k, LANES, C, K)
+            value = tl.load(v + row * s_v_v, mask=row < V, other=0.0).to(V_TYPE)
+            for t in range(T):
+                far = tl.full((), t, tl.int64)  # strides may be large
+                if v_ring is not None:
+                    to = ring_row(new, t, ring_len)
+                    tl.store(v_ring + to * V + row, value, mask=row < V)
+                    if (part == 0) & (block == 0) & (head % heads_per_key == 0):
+                        store_vector(k_ring + to * K, k0, k1, k2, k3, K)
+                u = value.to(tl.float32)
+                if not ONE:
+                    x0, x1, x2, x3 = _normalised(k0, k1, k2, k3, k_norms, t, 1.0, K_TYPE, NORM)
+                    y0, y1, y2, y3 = _normalised(q0, q1, q2, q3, q_norms, t, scale, tl.float32, NORM)
+                    # The next token is on its way while this one is applied.
+                    following = far + 1
+                    k0, k1, k2, k3 = vector(k + following * s_k_t, s_k_k, LANES, C, tl.where(following < T, K, 0))
+                    q0, q1, q2, q3 = vector(q + following * s_q_t, s_q_k, LANES, C, tl.where(following < T, K, 0))
+                    ahead = v + following * s_v_t + row * s_v_v
+                    value = tl.load(ahead, mask=row < tl.where(following < T, V, 0), other=0.0).to(V_TYPE)
+                S0, S1, S2, S3 = advance(S0, S1, S2, S3, x0, x1, x2, x3, u, pick(decays, t), pick(betas, t))
+                o = dot(S0, S1, S2, S3, y0, y1, y2, y3)
+                tl.store(output + far * s_out_t + row, o.to(output.dtype.element_ty), mask=row < V)
+                if snapshots is not None:
+                    target = snapshots + request * s_snap_b + far * s_snap_t + head * (V * K)
+                    store_rows(target, row, V, S0, S1, S2, S3, K)
+                if scatter is not None:
+                    place = tl.load(scatter + request * s_scatter_b + far * s_scatter_t).to(tl.int64)
+                    if place >= 0:
+                        store_rows(state + place * s_state, row, V, S0, S1, S2, S3, K)
+            if UPDATE and scatter is None and final >= 0:
+                store_rows(state + final * s_state, row, V, S0, S1, S2, S3, K)
 
 
 def verify(
@@ -204,7 +216,7 @@ def _launch(
         return
     ring_len = T if rings[0] is None else rings[0].shape[2]
     tile = simt_tile(V, K, batch * HV)
-    _step[(batch * HV * triton.cdiv(V, tile.rows),)](
+    _step[(batch * HV * triton.cdiv(V, tile.rows * tile.blocks),)](
         state, output, snapshots, *rings, ring_start, num_live, q, k, v, read_slots, write_slots, scatter,
         A_log, a, dt_bias, b, scale,
         state.stride(0), *output.stride()[:2], stride(snapshots, 0), stride(snapshots, 1),
@@ -212,6 +224,6 @@ def _launch(
         *q.stride(), *k.stride(), *v.stride(), stride(read_slots, 0), stride(write_slots, 0),
         stride(scatter, 0), stride(scatter, 1), A_log.stride(0), *a.stride(), dt_bias.stride(0), *b.stride(),
         T, HV, HV // H, ring_len, window, pad_slot_id,
-        V=V, K=K, ROWS=tile.rows, C=tile.columns, TP=next_power_of_2(T), WP=16, UPDATE=update, NORM=norm,
-        num_warps=1, enable_fp_fusion=False,
+        V=V, K=K, ROWS=tile.rows, BLOCKS=tile.blocks, C=tile.columns, TP=next_power_of_2(T), WP=16, UPDATE=update,
+        NORM=norm, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
