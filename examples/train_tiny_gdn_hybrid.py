@@ -43,20 +43,14 @@ def build(vocab_size: int, hidden_size: int, layers: int) -> Qwen3_5ForCausalLM:
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA, "partial_rotary_factor": ROTARY_SHARE},
         max_position_embeddings=4096,
         tie_word_embeddings=True,
-        initializer_range=0.05,
+        initializer_range=0.02,
         bos_token_id=0,
         eos_token_id=0,
         pad_token_id=1,
     )
     model = Qwen3_5ForCausalLM(config)
     with torch.no_grad():
-        for layer in model.model.layers:
-            linear = layer.block_type == "linear_attention"
-            for out in (layer.linear_attn.out_proj if linear else layer.self_attn.o_proj, layer.mlp.down_proj):
-                out.weight /= math.sqrt(2 * layers)
-            if linear:  # transformers starts with a dt of 1.3, which forgets within a token
-                dt = torch.empty(layer.linear_attn.num_v_heads).uniform_(math.log(1e-3), math.log(1e-1)).exp()
-                layer.linear_attn.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+        model.model.embed_tokens.weight *= 2.5  # it is the head too
     return model
 
 
