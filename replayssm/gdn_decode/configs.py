@@ -11,12 +11,14 @@ class Tile(NamedTuple):
     Attributes:
         columns: columns of a quarter of the tile, ``KP / 4``.
         rows: rows of a block. A warp reads ``128 / columns`` rows with one instruction, and holds a block in registers.
-        blocks: blocks of a program, one after the other; the next one is read ahead.
+        blocks: blocks of a program, one after the other.
+        hold: read the next block ahead into registers; otherwise into the L2 cache.
     """
 
     columns: int
     rows: int
     blocks: int
+    hold: bool = True
 
 
 def next_power_of_2(number: int) -> int:

@@ -92,6 +92,18 @@ def load_rows(head, row, end, C: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
+def fetch(head, first, V: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr):
+    """Ask for rows of a head's state to be brought into the L2 cache. PTX."""
+    ELEMENTS: tl.constexpr = 1024 // head.dtype.element_ty.primitive_bitwidth  # of 128 bytes
+    LINES: tl.constexpr = ROWS * K // ELEMENTS
+    if (LINES & (LINES - 1)) == 0:
+        element = tl.minimum(first * K + tl.arange(0, LINES) * ELEMENTS, V * K - 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [head + element], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def store_rows(head, row, end, S0, S1, S2, S3, K: tl.constexpr):
     """Store rows before ``end``, rounded to the type of the state."""
     C: tl.constexpr = S0.shape[2]
@@ -169,10 +181,9 @@ def apply_records(
         x0, x1, x2, x3 = rounded(k0, k1, k2, k3, k.dtype.element_ty)
         u = value.to(tl.float32)
         # The next record is on its way while this one is applied.
-        following = tl.full((), begin + i + 1, tl.int32)
-        ahead = ring_row(start, following, ring_len)
-        k0, k1, k2, k3 = vector(k + ahead * K, 1, LANES, C, tl.where(following < count, K, 0))
-        value = tl.load(v + ahead * V + row, mask=row < tl.where(following < count, V, 0), other=0.0)
+        ahead = ring_row(start, tl.minimum(begin + i + 1, count - 1), ring_len)
+        k0, k1, k2, k3 = vector(k + ahead * K, 1, LANES, C, K)
+        value = tl.load(v + ahead * V + row, mask=row < V, other=0.0)
         if NORM:
             x0, x1, x2, x3 = scaled(x0, x1, x2, x3, pick(norms, i))
         S0, S1, S2, S3 = advance(S0, S1, S2, S3, x0, x1, x2, x3, u, pick(decays, i), pick(betas, i))

@@ -7,6 +7,7 @@ from torch import Tensor
 from replayssm.gdn_decode.configs import next_power_of_2, simt_tile
 from replayssm.gdn_decode.kernels.common import (
     apply_records,
+    fetch,
     load_rows,
     prepare,
     replay,
@@ -24,7 +25,7 @@ def _apply(
     s_sources, s_targets, s_counts, s_starts, s_track_slots, s_track_steps,
     batch, HV, heads_per_key, ring_len, null_block_id,
     V: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, C: tl.constexpr, TP: tl.constexpr,
-    WHOLE: tl.constexpr, NORM: tl.constexpr,
+    WHOLE: tl.constexpr, NORM: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = (V + ROWS * BLOCKS - 1) // (ROWS * BLOCKS)
     first = tl.program_id(0) % PARTS * (ROWS * BLOCKS)
@@ -58,13 +59,19 @@ def _apply(
         if WHOLE:
             decays, betas, norms = prepare(g, beta, rawk, start, 0, count, ring_len, TP, C, K, NORM)
         row = rows_from(first, ROWS, C)
-        N0, N1, N2, N3 = load_rows(state + source * s_state, row, V, C, K)
+        if HOLD:
+            N0, N1, N2, N3 = load_rows(state + source * s_state, row, V, C, K)
         for block in range(0, BLOCKS):
             row = rows_from(first + block * ROWS, ROWS, C)
-            S0, S1, S2, S3 = N0, N1, N2, N3
-            if BLOCKS > 1:  # the next block is on its way while records are applied to this one
-                end = tl.where(tl.full((), block, tl.int32) + 1 < BLOCKS, V, 0)
-                N0, N1, N2, N3 = load_rows(state + source * s_state, row + ROWS, end, C, K)
+            # The next block is on its way while records are applied to this one.
+            if HOLD:
+                S0, S1, S2, S3 = N0, N1, N2, N3
+                if BLOCKS > 1:
+                    end = tl.where(tl.full((), block, tl.int32) + 1 < BLOCKS, V, 0)
+                    N0, N1, N2, N3 = load_rows(state + source * s_state, row + ROWS, end, C, K)
+            else:
+                S0, S1, S2, S3 = load_rows(state + source * s_state, row, V, C, K)
+                fetch(state + source * s_state, first + (block + 1) * ROWS, V, K, ROWS)
             if count == 0:
                 store_rows(state + target * s_state, row, V, S0, S1, S2, S3, K)
             else:
@@ -98,7 +105,7 @@ def _launch(
         stride(track_slots, 0), stride(track_steps, 0),
         batch, HV, HV // rings[1].shape[2], ring_len, null,
         V=V, K=K, ROWS=tile.rows, BLOCKS=tile.blocks, C=tile.columns, TP=min(16, next_power_of_2(ring_len)),
-        WHOLE=ring_len <= 16, NORM=norm, num_warps=1, enable_fp_fusion=False,
+        WHOLE=ring_len <= 16, NORM=norm, HOLD=tile.hold, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
 
 

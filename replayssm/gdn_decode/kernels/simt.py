@@ -7,6 +7,7 @@ from torch import Tensor
 from replayssm.delta_rule.kernels import advance, dot, exp, log_decay, pick, strength
 from replayssm.gdn_decode.configs import next_power_of_2, simt_tile
 from replayssm.gdn_decode.kernels.common import (
+    fetch,
     inverse_norms,
     load_rows,
     replay,
@@ -22,12 +23,12 @@ from replayssm.gdn_decode.kernels.common import (
 
 
 @triton.jit
-def _normalised(x0, x1, x2, x3, norms, t, factor, DTYPE: tl.constexpr, NORM: tl.constexpr):
-    """Quarters of token t, rounded to a type, over their norm, times a factor."""
+def _normalised(x0, x1, x2, x3, norms, t, DTYPE: tl.constexpr, NORM: tl.constexpr):
+    """Quarters of token t, rounded to a type, over their norm."""
     x0, x1, x2, x3 = rounded(x0, x1, x2, x3, DTYPE)
     if NORM:
-        factor = pick(norms, t) * factor
-    return scaled(x0, x1, x2, x3, factor)
+        x0, x1, x2, x3 = scaled(x0, x1, x2, x3, pick(norms, t))
+    return x0, x1, x2, x3
 
 
 @triton.jit
@@ -39,7 +40,7 @@ def _step(
     s_read, s_write, s_scatter_b, s_scatter_t, s_A, s_a_b, s_a_t, s_a_h, s_bias, s_b_b, s_b_t, s_b_h,
     T, HV, heads_per_key, ring_len, window, pad_slot_id,
     V: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, C: tl.constexpr, TP: tl.constexpr,
-    WP: tl.constexpr, UPDATE: tl.constexpr, NORM: tl.constexpr,
+    WP: tl.constexpr, UPDATE: tl.constexpr, NORM: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
     LANES: tl.constexpr = 128 // C
     PARTS: tl.constexpr = (V + ROWS * BLOCKS - 1) // (ROWS * BLOCKS)
@@ -57,7 +58,10 @@ def _step(
         state += head * (V * K)
         first = part * (ROWS * BLOCKS)
         row = rows_from(first, ROWS, C)
-        N0, N1, N2, N3 = load_rows(state + slot * s_state, row, V, C, K)
+        if HOLD:
+            N0, N1, N2, N3 = load_rows(state + slot * s_state, row, V, C, K)
+        else:
+            fetch(state + slot * s_state, first, V, K, ROWS)
         new = 0  # ring row of the first new token
         if v_ring is not None:
             v_ring += slot * s_v_ring + head * ring_len * V
@@ -94,15 +98,21 @@ def _step(
         k0, k1, k2, k3 = vector(k, s_k_k, LANES, C, K)
         q0, q1, q2, q3 = vector(q, s_q_k, LANES, C, K)
         if ONE:  # the same for all blocks
-            x0, x1, x2, x3 = _normalised(k0, k1, k2, k3, k_norms, 0, 1.0, K_TYPE, NORM)
-            y0, y1, y2, y3 = _normalised(q0, q1, q2, q3, q_norms, 0, scale, tl.float32, NORM)
+            x0, x1, x2, x3 = _normalised(k0, k1, k2, k3, k_norms, 0, K_TYPE, NORM)
+            y0, y1, y2, y3 = rounded(q0, q1, q2, q3, tl.float32)
 
         for block in range(0, BLOCKS):
             row = rows_from(first + block * ROWS, ROWS, C)
-            S0, S1, S2, S3 = rounded(N0, N1, N2, N3, tl.float32)
-            if BLOCKS > 1:  # the next block is on its way while tokens are applied to this one
-                end = tl.where(tl.full((), block, tl.int32) + 1 < BLOCKS, V, 0)
-                N0, N1, N2, N3 = load_rows(state + slot * s_state, row + ROWS, end, C, K)
+            # The next block is on its way while tokens are applied to this one.
+            if HOLD:
+                S0, S1, S2, S3 = rounded(N0, N1, N2, N3, tl.float32)
+                if BLOCKS > 1:
+                    end = tl.where(tl.full((), block, tl.int32) + 1 < BLOCKS, V, 0)
+                    N0, N1, N2, N3 = load_rows(state + slot * s_state, row + ROWS, end, C, K)
+            else:
+                S0, S1, S2, S3 = load_rows(state + slot * s_state, row, V, C, K)
+                fetch(state + slot * s_state, first + (block + 1) * ROWS, V, K, ROWS)
+                S0, S1, S2, S3 = rounded(S0, S1, S2, S3, tl.float32)
             if num_live is not None and live > 0:
                 S0, S1, S2, S3 = replay(
                     S0, S1, S2, S3, v_ring, k_ring, g_ring, beta_ring, start, live, ring_len, row, V, K, WP, NORM
@@ -123,16 +133,18 @@ def _step(
                         store_vector(k_ring + to * K, k0, k1, k2, k3, K)
                 u = value.to(tl.float32)
                 if not ONE:
-                    x0, x1, x2, x3 = _normalised(k0, k1, k2, k3, k_norms, t, 1.0, K_TYPE, NORM)
-                    y0, y1, y2, y3 = _normalised(q0, q1, q2, q3, q_norms, t, scale, tl.float32, NORM)
+                    x0, x1, x2, x3 = _normalised(k0, k1, k2, k3, k_norms, t, K_TYPE, NORM)
+                    y0, y1, y2, y3 = rounded(q0, q1, q2, q3, tl.float32)
                     # The next token is on its way while this one is applied.
-                    following = far + 1
-                    k0, k1, k2, k3 = vector(k + following * s_k_t, s_k_k, LANES, C, tl.where(following < T, K, 0))
-                    q0, q1, q2, q3 = vector(q + following * s_q_t, s_q_k, LANES, C, tl.where(following < T, K, 0))
-                    ahead = v + following * s_v_t + row * s_v_v
-                    value = tl.load(ahead, mask=row < tl.where(following < T, V, 0), other=0.0).to(V_TYPE)
+                    following = tl.minimum(far + 1, T - 1)
+                    k0, k1, k2, k3 = vector(k + following * s_k_t, s_k_k, LANES, C, K)
+                    q0, q1, q2, q3 = vector(q + following * s_q_t, s_q_k, LANES, C, K)
+                    value = tl.load(v + following * s_v_t + row * s_v_v, mask=row < V, other=0.0).to(V_TYPE)
                 S0, S1, S2, S3 = advance(S0, S1, S2, S3, x0, x1, x2, x3, u, pick(decays, t), pick(betas, t))
-                o = dot(S0, S1, S2, S3, y0, y1, y2, y3)
+                factor = scale
+                if NORM:
+                    factor = pick(q_norms, t) * scale
+                o = dot(S0, S1, S2, S3, y0, y1, y2, y3) * factor
                 tl.store(output + far * s_out_t + row, o.to(output.dtype.element_ty), mask=row < V)
                 if snapshots is not None:
                     target = snapshots + request * s_snap_b + far * s_snap_t + head * (V * K)
@@ -225,5 +237,5 @@ def _launch(
         stride(scatter, 0), stride(scatter, 1), A_log.stride(0), *a.stride(), dt_bias.stride(0), *b.stride(),
         T, HV, HV // H, ring_len, window, pad_slot_id,
         V=V, K=K, ROWS=tile.rows, BLOCKS=tile.blocks, C=tile.columns, TP=next_power_of_2(T), WP=16, UPDATE=update,
-        NORM=norm, num_warps=1, enable_fp_fusion=False,
+        NORM=norm, HOLD=tile.hold, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
