@@ -95,8 +95,9 @@ def gated_delta_rule_checkpointing(
         max_window: the window, T..64, with ``window + T <= R``; None means ``R - T``. A pool passes its own, because
             ``R - T`` changes with T.
         backend: of the outputs. ``"simt"``: fp32, live rows and new tokens one after the other; outputs too have the
-            bits of committing after every step. ``"tensor_core"``: one pass over the state (``docs/maths.md`` §7),
-            which is faster, as the state is not rebuilt. ``"auto"``: tensor_core.
+            bits of committing after every step. ``"tensor_core"``: one pass over the state (``docs/maths.md`` §7) or,
+            on a GPU, queries carried back through the tokens (§8), neither of which rebuilds the state. ``"auto"``:
+            tensor_core.
 
     Returns:
         ``output``.

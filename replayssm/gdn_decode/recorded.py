@@ -84,8 +84,8 @@ def gated_delta_rule_replayssm_commit(
         use_qk_l2norm: divide keys by ``sqrt(sum k^2 + 1e-6)``, as the verify did.
         null_block_id: the largest slot that is not one, >= -1.
         backend: ``"simt"``: fp32, one token after the other: with fp32 checkpoints the bits of decoding token by token.
-            ``"tensor_core"``: all tokens in one pass, in fp32 (``docs/maths.md`` §7). ``"auto"``: simt. ``"tcgen05"``:
-            for GPUs of SM10x only.
+            ``"tensor_core"``: on the CPU all tokens in one pass, in fp32 (``docs/maths.md`` §7); on a GPU simt, which
+            memory bounds. ``"auto"``: simt. ``"tcgen05"``: for GPUs of SM10x only, where it is simt too.
 
     Raises:
         TypeError: an argument is no tensor, the dtype of the checkpoint or of a window is wrong, or the type of an

@@ -107,8 +107,8 @@ def gated_delta_rule_mtp(
         replayssm_beta: fp32 ``[slots, HV, T]``, packed from axis 1: gets beta. All windows are indexed by the slots
             that are read; token t goes to position t; windows of other slots stay as they are.
         backend: ``"simt"``: fp32, one token after the other; with fp32 states the same bits for every split of the
-            tokens into calls. ``"tensor_core"``: one pass over the state for all tokens (``docs/maths.md`` §7).
-            ``"auto"``: simt.
+            tokens into calls. ``"tensor_core"``: one pass over the state for all tokens (``docs/maths.md`` §7); on a
+            GPU for frozen states without snapshots, others run simt. ``"auto"``: simt.
 
     Returns:
         ``(output, initial_state)``.
