@@ -122,13 +122,17 @@ def test_a_schedule_of_verifications(chunk_size, max_tokens):
                     value[accepted:] = torch.nan
                 out = decoder.step([3], [replace(draft, **changed)])[0]
                 decoder.commit([3, -1], [accepted, 1])
-            assert torch.equal(out[:accepted], whole[position : position + accepted])
+            expected = whole[position : position + accepted]
+            if chunk_size == 16:  # the interpreter's products depend on the length of their sums
+                assert torch.equal(out[:accepted], expected)
+            assert_close("out", out[:accepted], expected, Tolerance(2.0**-20, 2.0**-20))
             position += accepted
     live = int(decoder.buffers.num_buffered[3])
     assert live % chunk_size == position % chunk_size and int(decoder.buffers.ring_start[3]) > 0
     if live < chunk_size:
         with using("kernels"):
-            assert torch.equal(decoder.state[3], case.tokens(0, position).whole()[2])
+            state = case.tokens(0, position).whole()[2]
+        assert_close("state", decoder.state[3], state, Tolerance(2.0**-20, 2.0**-20))
 
 
 def test_rows_are_stored_as_the_cpu_stores_them():

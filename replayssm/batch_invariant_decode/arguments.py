@@ -32,6 +32,7 @@ _SHADOW = "slots nheads headdim dstate"
 _STEP = {
     **_ROWS,
     "buffers.shadow": _SHADOW,
+    "buffers.arrivals": "slots",
     "x": "lanes tokens nheads headdim",
     "z": "lanes tokens nheads headdim",
     "dt": "lanes tokens nheads",
@@ -67,7 +68,9 @@ _FLAT = {
     "initial_states": "slots nheads headdim dstate",
     "out": "lanes nheads headdim",
 }
-_OPTIONAL = frozenset(("buffers.z", "buffers.C", "buffers.ring_start", "buffers.shadow", "z", "dt_bias", "D"))
+_OPTIONAL = frozenset(
+    ("buffers.z", "buffers.C", "buffers.ring_start", "buffers.shadow", "buffers.arrivals", "z", "dt_bias", "D")
+)
 _STATES = ("ssm_state", "initial_states")
 _CURSORS = ("buffers.num_buffered", "buffers.ring_start")
 _WRITTEN = (*_STATES, "out", "buffers.shadow", *(name for name in _ROWS if name not in _CURSORS))
@@ -109,7 +112,7 @@ def _dtypes(name: str, anchor: Tensor, tensors: dict[str, Tensor | None]) -> tup
         return INPUT_DTYPES
     if name in _STATES:
         return (torch.float32,)
-    if name in ("buffers.num_buffered", "buffers.ring_start", "cu_seqlens"):
+    if name in ("buffers.num_buffered", "buffers.ring_start", "buffers.arrivals", "cu_seqlens"):
         return (torch.int32,)
     if name in ("batch_indices", "chunk_starts", "slots", "target_rows", "chunk_flags"):
         return _INDEX

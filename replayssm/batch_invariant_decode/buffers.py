@@ -38,6 +38,8 @@ class BatchInvariantDecodeBuffers:
         max_tokens: most tokens a lane may have in one call.
         shadow: ``[S, H, P, N]`` or None: ``ssm_state`` rounded to the activation dtype, which is what a step reads of
             it. Half the bytes of a step for half as much memory again.
+        arrivals: int32 ``[S]``, by lane: zeros between calls; kernels count in it who has read a cursor. Without it a
+            call makes its own.
     """
 
     x: Tensor
@@ -52,6 +54,7 @@ class BatchInvariantDecodeBuffers:
     ring_start: Tensor | None = None
     max_tokens: int = 1
     shadow: Tensor | None = None
+    arrivals: Tensor | None = None
 
     @classmethod
     def allocate(
@@ -119,7 +122,7 @@ class BatchInvariantDecodeBuffers:
             num_buffered=zeros(kind=torch.int32), out=zeros(*per_lane, nheads, headdim),
             target_rows=zeros(kind=torch.int32), chunk_flags=zeros(kind=torch.int32),
             ring_start=None if max_tokens == 1 else zeros(kind=torch.int32), max_tokens=max_tokens,
-            shadow=zeros(nheads, headdim, dstate) if shadow else None,
+            shadow=zeros(nheads, headdim, dstate) if shadow else None, arrivals=zeros(kind=torch.int32),
         )  # fmt: skip
 
     @property

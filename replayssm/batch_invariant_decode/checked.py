@@ -22,6 +22,7 @@ def check_values(
     chunk_flags: Tensor,
     out: Tensor,
     shadow: Tensor | None,
+    arrivals: Tensor | None,
     x: Tensor,
     z: Tensor | None,
     dt: Tensor,

@@ -7,46 +7,31 @@ from typing import NamedTuple
 from replayssm.ssd.configs import padded
 
 
-class PrepareTile(NamedTuple):
-    """How the first kernel of a step forms ``C_t B_j``; its heads and warps are the cumulative sum's.
-
-    Attributes:
-        columns: columns (state dim) of one product.
-        registers: most registers of a thread, or None.
-    """
-
-    columns: int
-    registers: int | None
-
-
-def prepare_tile(chunk_size: int, dstate: int, input_bytes: int) -> PrepareTile:
-    """Tile of the kernel that prepares a step."""
-    if input_bytes == 4 or chunk_size > 128:
-        return PrepareTile(min(32, padded(dstate)), None)
-    return PrepareTile(min(64, padded(dstate)), 128)
-
-
 class StepTile(NamedTuple):
-    """How the step kernel cuts the state of one head.
+    """How the step kernel cuts the heads of a lane.
 
     Attributes:
-        rows: rows (head dim) of a program.
+        heads: heads of a program, all of one group, which share ``B_j C_t``.
+        rows: rows (head dim) of each that a program has.
         fold_rows: rows that a program handles at a time where a chunk is folded or crossed.
-        tokens: ring rows of one product.
+        fold_tokens: ring rows of one product there.
+        columns: columns (state dim) of one product of B and C.
         warps: warps of a program.
-        stages: loads in flight.
+        stages: heads in flight.
         registers: most registers of a thread, so that enough programs fit; None leaves it to the compiler.
     """
 
+    heads: int
     rows: int
     fold_rows: int
-    tokens: int
+    fold_tokens: int
+    columns: int
     warps: int
     stages: int
     registers: int | None
 
 
-def step_tile(headdim: int, dstate: int, input_bytes: int, tokens: int, heads: int) -> StepTile:
+def step_tile(headdim: int, dstate: int, input_bytes: int, tokens: int, heads_per_group: int, heads: int) -> StepTile:
     """Tile of the step.
 
     Args:
@@ -54,9 +39,13 @@ def step_tile(headdim: int, dstate: int, input_bytes: int, tokens: int, heads: i
         dstate: N.
         input_bytes: bytes of one element of x.
         tokens: T.
+        heads_per_group: heads that share B and C.
         heads: lanes times heads.
     """
     if input_bytes == 4:  # fp32 products run without matrix units
-        return StepTile(16, 16, 16, 4, 1, None)
+        return StepTile(1, 16, 16, 16, min(32, padded(dstate)), 4, 1, None)
     rows = min(64 if dstate <= 128 else 32, padded(headdim))
-    return StepTile(rows, min(rows, 16), 32, 4, 2, 128 if tokens == 1 else 168)
+    columns = min(64, padded(dstate))
+    together = min(4, heads_per_group) if heads >= 1024 else 1
+    together = 1 << (together.bit_length() - 1)
+    return StepTile(together, rows, min(rows, 16), 32, columns, 4, 1 if together == 1 else 2, None)

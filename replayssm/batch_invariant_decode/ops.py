@@ -44,9 +44,9 @@ def _run_commit(num_buffered: Tensor, *args: Any) -> None:
 step = define(
     "batch_invariant_decode_step(Tensor(a!) ssm_state, Tensor(b!) x_rows, Tensor(c!)? z_rows, Tensor(d!) dt_rows, "
     "Tensor(e!) B_rows, Tensor(f!)? C_rows, Tensor(g!) num_buffered, Tensor(h!)? ring_start, Tensor(i!) target_rows, "
-    "Tensor(j!) chunk_flags, Tensor(k!) out, Tensor(l!)? shadow, Tensor x, Tensor? z, Tensor dt, Tensor B, Tensor C, "
-    "Tensor A, Tensor? D, Tensor? dt_bias, Tensor batch_indices, int chunk_size, int most_live, bool dt_softplus, "
-    "float dt_min, float dt_max) -> ()",
+    "Tensor(j!) chunk_flags, Tensor(k!) out, Tensor(l!)? shadow, Tensor(m!)? arrivals, Tensor x, Tensor? z, "
+    "Tensor dt, Tensor B, Tensor C, Tensor A, Tensor? D, Tensor? dt_bias, Tensor batch_indices, int chunk_size, "
+    "int most_live, bool dt_softplus, float dt_min, float dt_max) -> ()",
     _run_step,
 )
 decode_rows = define(

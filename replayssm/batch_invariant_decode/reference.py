@@ -24,6 +24,7 @@ def step(
     chunk_flags: Tensor,
     out: Tensor,
     shadow: Tensor | None,
+    arrivals: Tensor | None,
     x: Tensor,
     z: Tensor | None,
     dt: Tensor,

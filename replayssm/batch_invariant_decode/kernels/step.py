@@ -1,210 +1,235 @@
-"""The step itself: a program holds some rows of one head's state and scores the lane's new tokens on it.
+"""The step: a program scores the new tokens of a lane on the states of some heads that share B and C.
 
-The state is the large operand of a product whose columns are the tokens. Nearly every step needs no more than that and
-the chunk's rows under their weights. A lane that has a chunk to fold, or whose tokens cross a boundary, goes through
-its rows in smaller blocks, and folds before and between.
+Nearly every lane stays within a chunk. Then the rows' weights are formed in registers, and the program reads head after
+head, each state as the large operand of a product whose columns are the tokens.
 """
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
-from replayssm.batch_invariant_decode.kernels.prepare import lane_rows, ring_row
-from replayssm.ssd.kernels.arithmetic import finished, fold_columns, holds_no_number
+from replayssm.batch_invariant_decode.kernels.fold import cross_chunks, skip_of, write
+from replayssm.batch_invariant_decode.kernels.lanes import append, lane_rows, ring_row, row_pointers
+from replayssm.batch_invariant_decode.kernels.prepare import chunk_decays, chunk_products, store_weights
+from replayssm.ssd.kernels.arithmetic import holds_no_number, weights
 from replayssm.ssd.kernels.constants import PER_CALL
 
 
 @triton.jit
-def _score(
-    state, C, x_rows, weights, decays, p_in, p, start, first_row, last_row, x_row, seq_len, ring_len,
-    ROWS: tl.constexpr, BT: tl.constexpr, ONE: tl.constexpr, OPERAND: tl.constexpr,
+def _score_heads(
+    state, early, C, products, value, total, x_at, x, z, D, out, causal, inside, target, p, p_in, inside_state, count,
+    s_x, s_z, s_out, s_D_head, s_D_element, seq_len, P: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
+    CAREFUL: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """``y`` [rows, tokens] before skip and gate.
-
-    The chunk's rows are ``start + 0..last_row`` of the ring, those of this call begin with ``first_row``. Columns of
-    tokens that lie in another chunk hold nothing of use.
-    """
-    TOKENS: tl.constexpr = C.shape[1]
-    t = tl.arange(0, TOKENS)
-    token = tl.arange(0, BT)
-    decay = tl.load(decays + t, mask=t < seq_len, other=0.0)
-    y = tl.dot(state.to(OPERAND), C, input_precision="ieee") * decay[None, :]
-    for j0 in range(0, last_row + 1, BT):
-        j = j0 + token
-        w = tl.load(weights + (t * ROWS)[None, :] + j[:, None], mask=(t < seq_len)[None, :], other=0.0)
-        x_at = x_rows + ring_row(start, j, ring_len) * x_row
-        x = tl.load(x_at[:, None] + p[None, :], mask=(j <= last_row)[:, None] & p_in[None, :], other=0.0)
-        if ONE:
-            y = tl.dot(tl.trans(x), w, y, input_precision="ieee")
+    """The heads from where the pointers stand; ``value`` and ``total`` [heads, rows] are dt and its sums."""
+    HEADS: tl.constexpr = total.shape[0]
+    h = tl.arange(0, HEADS)
+    t = tl.arange(0, C.shape[1])
+    row = tl.arange(0, total.shape[1])
+    is_target = row[:, None] == target[None, :]
+    for i in tl.range(0, count, num_stages=STAGES):
+        if HEADS == 1:
+            values = early
         else:
-            # Zero times a later token that is no number would reach an earlier one.
-            if j0 + BT > first_row + 1 and holds_no_number(x) != 0:
-                before = y
-                for i in range(0, seq_len):
-                    seen = tl.where((j <= first_row + i)[:, None], x, 0.0).to(OPERAND)
-                    y = tl.where((t == i)[None, :], tl.dot(tl.trans(seen), w, before, input_precision="ieee"), y)
-            else:
-                y = tl.dot(tl.trans(x), w, y, input_precision="ieee")
-    return y
+            values = tl.load(state + i * (P * N), mask=inside_state, other=0.0)
+        x_rows = tl.load(x_at + i * P, mask=inside[:, None] & p_in[None, :], other=0.0)
+        sums_row = tl.sum(tl.where((h == i)[:, None], total, 0.0), 0)
+        dt_row = tl.sum(tl.where((h == i)[:, None], value, 0.0), 0)
+        newest = tl.sum(tl.where(is_target, sums_row[:, None], 0.0), 0)
+        y = tl.dot(values.to(OPERAND), C, input_precision="ieee") * tl.exp(newest)[None, :]
+        w = weights(products, newest[None, :], sums_row[:, None], dt_row[:, None])
+        w = tl.where(causal, w, 0.0).to(OPERAND)
+        if CAREFUL:  # zero times a later token that is no number would reach an earlier one
+            before = y
+            for k in range(0, seq_len):
+                last = tl.sum(tl.where(t == k, target, 0), 0)
+                seen = tl.where((row <= last)[:, None], x_rows, 0.0).to(OPERAND)
+                y = tl.where((t == k)[None, :], tl.dot(tl.trans(seen), w, before, input_precision="ieee"), y)
+        else:
+            y = tl.dot(tl.trans(x_rows), w, y, input_precision="ieee")
+        skip = skip_of(D if D is None else D + i * s_D_head, p, p_in, s_D_element)
+        write(y, x + i * P, z if z is None else z + i * P, skip, out + i * P, p, p_in, 0, seq_len, s_x, s_z, s_out)
 
 
 @triton.jit
-def _folded(
-    state, x_rows, B_rows, scales, decay, p_in, p, start, count, x_row, B_row, ring_len,
-    N: tl.constexpr, BT: tl.constexpr, OPERAND: tl.constexpr,
-):  # fmt: skip
-    """The state after the ``count`` rows of the chunk that begins at ring row ``start``."""
-    added = tl.zeros(state.shape, tl.float32)
-    n = tl.arange(0, state.shape[1])
-    for j0 in range(0, count, BT):
-        j = j0 + tl.arange(0, BT)
-        j_in = j < count
-        ring = ring_row(start, j, ring_len)
-        x = tl.load(x_rows + (ring * x_row)[:, None] + p[None, :], mask=j_in[:, None] & p_in[None, :], other=0.0)
-        B = tl.load(B_rows + (ring * B_row)[:, None] + n[None, :], mask=j_in[:, None] & (n < N)[None, :], other=0.0)
-        scaled = fold_columns(B, tl.load(scales + j, mask=j_in, other=0.0), OPERAND)
-        added = tl.dot(tl.trans(x), scaled, added, input_precision="ieee")
-    return tl.fma(decay, state, added)
-
-
-@triton.jit
-def _write(y, x, z, D, out, p, p_in, first, last, s_x, s_z, s_out):
-    """Skip, gate and store columns ``first..last - 1``."""
-    t = tl.arange(0, y.shape[1])
-    mask = p_in[:, None] & ((t >= first) & (t < last))[None, :]
-    skip = 0.0
-    x_new = y
-    gate = y
-    if D is not None:
-        skip = D[:, None]
-        x_new = tl.load(x + (t * s_x)[None, :] + p[:, None], mask=mask, other=0.0)
-    if z is not None:
-        gate = tl.load(z + (t * s_z)[None, :] + p[:, None], mask=mask, other=0.0)
-    y = finished(y, x_new, skip, gate, D is not None, z is not None)
-    tl.store(out + (t * s_out)[None, :] + p[:, None], y.to(out.dtype.element_ty), mask=mask)
+def _pad(out, target_rows, chunk_flags, lane, leads, p, p_in, count, seq_len, s_out, P: tl.constexpr,
+         TOKENS: tl.constexpr):  # fmt: skip
+    """What an inactive lane returns: exact zeros."""
+    t = tl.arange(0, TOKENS)
+    for i in range(0, count):
+        at = out + i * P + (t * s_out)[None, :] + p[:, None]
+        zero = tl.zeros((p.shape[0], TOKENS), out.dtype.element_ty)
+        tl.store(at, zero, mask=p_in[:, None] & (t < seq_len)[None, :])
+    if leads:
+        tl.store(target_rows + lane, -1)
+        tl.store(chunk_flags + lane, 0)
 
 
 @triton.jit(do_not_specialize=PER_CALL)
-def score_step(
-    ssm_state, shadow, x_rows, B_rows, num_buffered, ring_start, target_rows, chunk_flags, out, x, z, C, D, slots,
-    chunk_starts, cursors, row_weights, row_decays, fold_scales, fold_decays,
-    s_state, s_shadow, s_x_slot, s_B_slot, s_x_row, s_B_row, s_out_lane, s_out, s_x_lane, s_z_lane, s_C_lane, s_x, s_z,
-    s_C, s_D_head, s_D_element, seq_len, ring_len, nheads, heads_per_group, chunk_size,
-    P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BP: tl.constexpr,
-    FP: tl.constexpr, BT: tl.constexpr, ONE: tl.constexpr, LAZY: tl.constexpr, FLAT: tl.constexpr,
-    OPERAND: tl.constexpr, OVERLAP: tl.constexpr,
+def step_kernel(
+    ssm_state, shadow, x_rows, z_rows, dt_rows, B_rows, C_rows, x, z, dt, B, C, A, D, dt_bias, out,
+    num_buffered, ring_start, slots, chunk_starts, arrivals, target_rows, chunk_flags,
+    row_weights, row_decays, fold_scales, fold_decays,
+    s_state, s_shadow, s_x_slot, s_z_slot, s_dt_slot, s_B_slot, s_C_slot, s_x_row, s_dt_row, s_B_row,
+    s_x_lane, s_z_lane, s_dt_lane, s_B_lane, s_C_lane, s_x, s_z, s_dt, s_B, s_C, s_out_lane, s_out,
+    s_D_head, s_D_element, seq_len, ring_len, nheads, ngroups, heads_per_group, chunk_size, dt_min, dt_max,
+    P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    HEADS: tl.constexpr, BP: tl.constexpr, FP: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr,
+    TOGETHER: tl.constexpr, ONE: tl.constexpr, SOFTPLUS: tl.constexpr, LAZY: tl.constexpr, FLAT: tl.constexpr,
+    OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """Program (lane, head, block of rows). What the other launch leaves is read behind ``gdc_wait``."""
+    """Program (lane, group, some of its heads, block of their rows)."""
     PARTS: tl.constexpr = (P + BP - 1) // BP
+    blocks = tl.cdiv(heads_per_group, HEADS)
     part = tl.program_id(0) % PARTS
-    head = tl.program_id(0) // PARTS % nheads
-    lane = (tl.program_id(0) // (PARTS * nheads)).to(tl.int64)
-    group = head // heads_per_group
-    leads = (head == 0) & (part == 0)
-    t = tl.arange(0, TOKENS)
-    n = tl.arange(0, NP)
+    block = tl.program_id(0) // PARTS % blocks
+    group = tl.program_id(0) // (PARTS * blocks) % ngroups
+    lane = (tl.program_id(0) // (PARTS * blocks * ngroups)).to(tl.int64)
+    first_head = group * heads_per_group + block * HEADS
+    count = tl.minimum(HEADS, heads_per_group - block * HEADS)
+    leads = (group == 0) & (block == 0) & (part == 0)
     p = part * BP + tl.arange(0, BP)
     p_in = p < P
-    out += lane * s_out_lane + head * P
-    slot = tl.load(slots + lane).to(tl.int64)
-    start = slot * 0
-    live = 0
-    if FLAT:
-        slot, live, start = lane_rows(lane, slots, num_buffered, ring_start, chunk_starts, FLAT)
+    n = tl.arange(0, NP)
+    t = tl.arange(0, TOKENS)
+    out += lane * s_out_lane + first_head * P
+    slot, live, start = lane_rows(lane, slots, num_buffered, ring_start, chunk_starts, FLAT)
     if slot < 0:
-        if OVERLAP:
-            gdc_wait()
         if not FLAT:
-            zero = tl.zeros((BP, TOKENS), out.dtype.element_ty)
-            tl.store(out + (t * s_out)[None, :] + p[:, None], zero, mask=p_in[:, None] & (t < seq_len)[None, :])
-            if leads:
-                tl.store(target_rows + lane, -1)
-                tl.store(chunk_flags + lane, 0)
+            _pad(out, target_rows, chunk_flags, lane, leads, p, p_in, count, seq_len, s_out, P, TOKENS)
         return
-    ssm_state += slot * s_state + head * (P * N)
-    inside = p_in[:, None] & (n < N)[None, :]
-    if shadow is None:
-        state = tl.load(ssm_state + p[:, None] * N + n[None, :], mask=inside, other=0.0)
-    else:
-        shadow += slot * s_shadow + head * (P * N)
-        state = tl.load(shadow + p[:, None] * N + n[None, :], mask=inside, other=0.0)
-    C_at = C + lane * s_C_lane + group * N + (t * s_C)[None, :] + n[:, None]
-    x += lane * s_x_lane + head * P
-    if z is not None:
-        z += lane * s_z_lane + head * P
+    in_state = p_in[:, None] & (n < N)[None, :]
+    state = ssm_state + slot * s_state + first_head * (P * N)
+    rounded = shadow
+    read = state
+    if shadow is not None:
+        rounded += slot * s_shadow + first_head * (P * N)
+        read = rounded
+    read_at = read + p[:, None] * N + n[None, :]
+    early = None
+    if HEADS == 1:
+        early = tl.load(read_at, mask=in_state, other=0.0)
+    x += lane * s_x_lane + first_head * P
+    dt += lane * s_dt_lane
+    B += lane * s_B_lane + group * N
+    C += lane * s_C_lane + group * N
+    stored = live
     if FLAT:
         slot = slot * 0
-        C_at += (start + live) * s_C
+        stored = live + 1
         x += (start + live) * s_x
-        if z is not None:
+        C += (start + live) * s_C
+    if z is not None:
+        z += lane * s_z_lane + first_head * P
+        if FLAT:
             z += (start + live) * s_z
-    C_tile = tl.load(C_at, mask=(t < seq_len)[None, :] & (n < N)[:, None], other=0.0)
-    if OVERLAP:
-        gdc_wait()
-    if not FLAT:
-        start = tl.load(cursors + 2 * lane).to(tl.int64)
-        live = tl.load(cursors + 2 * lane + 1)
-    skip = None
     if D is not None:
-        skip = tl.load(D + head * s_D_head + p * s_D_element, mask=p_in, other=0.0).to(tl.float32)
-    x_rows += slot * s_x_slot + head * P
+        D += first_head * s_D_head
+    x_rows += slot * s_x_slot + first_head * P
+    dt_rows += slot * s_dt_slot
     B_rows += slot * s_B_slot + group * N
-    row_weights += (lane * nheads + head) * seq_len * ROWS
-    row_decays += (lane * nheads + head) * seq_len
-    fold_scales += (lane * 2 * nheads + head) * ROWS
-    fold_decays += lane * 2 * nheads + head
+    C_at = C + (t * s_C)[None, :] + n[:, None]
+    C_tile = tl.load(C_at, mask=(t < seq_len)[None, :] & (n < N)[:, None], other=0.0)
+    h = tl.arange(0, HEADS)
+    head = first_head + h
+    h_in = h < count
+    end = live + seq_len
     if FLAT:
         folds = tl.load(chunk_flags + lane) != 0
-        full = folds
+        slow = folds
     else:
         folds = live >= chunk_size
-        full = live + seq_len > chunk_size if LAZY else live + seq_len >= chunk_size
-    if folds | full:
-        end = live + seq_len
-        for q0 in range(0, BP, FP):
-            q = part * BP + q0 + tl.arange(0, FP)
-            q_in = q < P
-            at = ssm_state + q[:, None] * N + n[None, :]
-            block = tl.load(at, mask=q_in[:, None] & (n < N)[None, :], other=0.0)
-            skip_q = None
-            if D is not None:
-                skip_q = tl.load(D + head * s_D_head + q * s_D_element, mask=q_in, other=0.0).to(tl.float32)
-            for c in range(0, (end - 1) // chunk_size + 1):
-                origin = ring_row(start, c * chunk_size, ring_len)
-                before = live - c * chunk_size
-                if before < chunk_size:
-                    last = tl.minimum(before + seq_len, chunk_size)
-                    y = _score(
-                        block, C_tile, x_rows, row_weights, row_decays, q_in, q, origin, before, last - 1, s_x_row,
-                        seq_len, ring_len, ROWS, BT, ONE, OPERAND,
-                    )  # fmt: skip
-                    _write(y, x, z, skip_q, out, q, q_in, tl.maximum(-before, 0), last - before, s_x, s_z, s_out)
-                if end > (c + 1) * chunk_size or not LAZY:
-                    block = _folded(
-                        block, x_rows, B_rows, fold_scales + c * nheads * ROWS, tl.load(fold_decays + c * nheads), q_in,
-                        q, origin, live + 1 if FLAT else chunk_size, s_x_row, s_B_row, ring_len, N, BT, OPERAND,
-                    )  # fmt: skip
-                    # Beyond the first chunk it is not known yet which tokens will stay.
-                    if not LAZY or (c == 0 and folds):
-                        tl.store(at, block, mask=q_in[:, None] & (n < N)[None, :])
-                        if shadow is not None:
-                            rounded = shadow + q[:, None] * N + n[None, :]
-                            tl.store(rounded, block.to(OPERAND), mask=q_in[:, None] & (n < N)[None, :])
-    else:
-        y = _score(
-            state, C_tile, x_rows, row_weights, row_decays, p_in, p, start, live, live + seq_len - 1, s_x_row, seq_len,
-            ring_len, ROWS, BT, ONE, OPERAND,
+        slow = end > chunk_size if LAZY else end >= chunk_size
+    if slow:
+        row_weights += lane * nheads * seq_len * ROWS
+        row_decays += lane * nheads * seq_len
+        fold_scales += lane * 2 * nheads * ROWS
+        fold_decays += lane * 2 * nheads
+        store_weights(
+            dt_rows, B_rows, dt, B, C, A, dt_bias, row_weights, row_decays, fold_scales, fold_decays,
+            s_dt_row, s_B_row, s_dt, s_B, s_C, start, live, seq_len, stored, ring_len, chunk_size, nheads, head, h_in,
+            dt_min, dt_max, N, BN, ROWS, TOKENS, SOFTPLUS, FLAT, OPERAND,
         )  # fmt: skip
-        _write(y, x, z, skip, out, p, p_in, 0, seq_len, s_x, s_z, s_out)
-    if not FLAT:  # noqa: SIM102
+        tl.debug_barrier()
+        for i in range(0, count):
+            number = first_head + i
+            cross_chunks(
+                state + i * (P * N), rounded if shadow is None else rounded + i * (P * N), C_tile, x_rows + i * P,
+                x + i * P, B_rows, B, z if z is None else z + i * P, D if D is None else D + i * s_D_head, out + i * P,
+                row_weights + number * seq_len * ROWS, row_decays + number * seq_len, fold_scales + number * ROWS,
+                fold_decays + number, folds, start, live, stored, s_x_row, s_x, s_B_row, s_B, s_z, s_out, s_D_element,
+                seq_len, ring_len, nheads, chunk_size, part * BP, P, N, NP, ROWS, BP, FP, BT, LAZY, FLAT, OPERAND,
+            )  # fmt: skip
+    else:
+        row = tl.arange(0, ROWS)
+        inside = row < end
+        target = live + t
+        causal = (row[:, None] <= target[None, :]) & (t < seq_len)[None, :]
+        x_at = row_pointers(x_rows, s_x_row, x, s_x, start, row, stored, ring_len)[:, None] + p[None, :]
+        value, total = chunk_decays(
+            dt_rows, dt, A, dt_bias, s_dt_row, s_dt, start, 0, end, stored, ring_len, chunk_size, head, h_in,
+            dt_min, dt_max, ROWS, SOFTPLUS,
+        )  # fmt: skip
+        products = chunk_products(
+            B_rows, B, C, s_B_row, s_B, s_C, start, 0, end, stored, ring_len, chunk_size, seq_len, N, BN, ROWS, TOKENS
+        )
+        careful = 0
+        if not ONE:
+            for i in range(0, count):
+                new = tl.load(x + i * P + (t * s_x)[:, None] + p[None, :], mask=(t < seq_len)[:, None] & p_in[None, :])
+                careful = tl.maximum(
+                    careful, holds_no_number(tl.where((t < seq_len)[:, None] & p_in[None, :], new, 0.0))
+                )
+        if careful != 0:
+            _score_heads(
+                read_at, early, C_tile, products, value, total, x_at, x, z, D, out, causal, inside, target, p, p_in,
+                in_state, count, s_x, s_z, s_out, s_D_head, s_D_element, seq_len, P, N, 1, True, OPERAND,
+            )  # fmt: skip
+        else:
+            _score_heads(
+                read_at, early, C_tile, products, value, total, x_at, x, z, D, out, causal, inside, target, p, p_in,
+                in_state, count, s_x, s_z, s_out, s_D_head, s_D_element, seq_len, P, N, STAGES, False, OPERAND,
+            )  # fmt: skip
+    if not FLAT:
+        _store_rows(
+            x_rows, z_rows, dt_rows, B_rows, C_rows, x, z, dt, B, C, slot, first_head, group, count, block, part,
+            s_x_row, s_dt_row, s_B_row, s_z_slot, s_C_slot, s_x, s_z, s_dt, s_B, s_C, start, live, seq_len, ring_len,
+            P, N, NP, HEADS, BP, TOGETHER,
+        )  # fmt: skip
         if leads:
+            moved = tl.where(folds, chunk_size, 0)
+            tl.store(target_rows + lane, live - moved)
+            tl.store(chunk_flags + lane, (folds if LAZY else slow).to(tl.int32))
+        # The last program of the lane moves the cursors, when all have read them.
+        tl.debug_barrier()
+        programs = PARTS * blocks * ngroups
+        if tl.atomic_add(arrivals + lane, 1) == programs - 1:
+            tl.store(arrivals + lane, 0)
             if LAZY:
-                moved = tl.where(folds, chunk_size, 0)
-                tl.store(target_rows + lane, live - moved)
-                tl.store(chunk_flags + lane, folds.to(tl.int32))
-                tl.store(ring_start + slot, ring_row(start, moved, ring_len).to(tl.int32))
-                tl.store(num_buffered + slot, live - moved)
+                passed = tl.where(folds, chunk_size, 0)
+                tl.store(ring_start + slot, ring_row(start, passed, ring_len).to(tl.int32))
+                tl.store(num_buffered + slot, live - passed)
             else:
-                tl.store(target_rows + lane, live)
-                tl.store(chunk_flags + lane, full.to(tl.int32))
-                tl.store(num_buffered + slot, tl.where(full, 0, live + 1))
+                tl.store(num_buffered + slot, tl.where(slow, 0, live + 1))
+
+
+@triton.jit
+def _store_rows(
+    x_rows, z_rows, dt_rows, B_rows, C_rows, x, z, dt, B, C, slot, first_head, group, count, block, part,
+    s_x_row, s_dt_row, s_B_row, s_z_slot, s_C_slot, s_x, s_z, s_dt, s_B, s_C, start, live, seq_len, ring_len,
+    P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, HEADS: tl.constexpr, BP: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """Store the new rows behind the live ones, which no program reads in this call."""
+    first = part * BP
+    width = tl.minimum(BP, P - first)
+    for i in range(0, count):
+        append(x_rows + i * P, x + i * P, s_x_row, s_x, start, live, seq_len, ring_len, first, width, TOGETHER, BP)
+        if z_rows is not None and z is not None:
+            z_at = z_rows + slot * s_z_slot + (first_head + i) * P
+            append(z_at, z + i * P, s_x_row, s_z, start, live, seq_len, ring_len, first, width, TOGETHER, BP)
+    if part == 0:
+        append(dt_rows, dt, s_dt_row, s_dt, start, live, seq_len, ring_len, first_head, count, TOGETHER, HEADS)
+        if block == 0:
+            append(B_rows, B, s_B_row, s_B, start, live, seq_len, ring_len, 0, N, TOGETHER, NP)
+            if C_rows is not None:
+                C_to = C_rows + slot * s_C_slot + group * N
+                append(C_to, C, s_B_row, s_C, start, live, seq_len, ring_len, 0, N, TOGETHER, NP)

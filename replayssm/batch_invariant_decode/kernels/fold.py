@@ -1,0 +1,122 @@
+"""A lane that has a chunk to fold, or whose tokens cross the end of one: it folds before and between its tokens."""
+
+import triton
+import triton.language as tl
+
+from replayssm.batch_invariant_decode.kernels.lanes import row_pointers
+from replayssm.ssd.kernels.arithmetic import finished, fold_columns, holds_no_number
+
+
+@triton.jit
+def score(
+    state, C, x_rows, x, weights, decays, p_in, p, start, first, before, rows, stored, x_row, s_x, seq_len, ring_len,
+    ROWS: tl.constexpr, BT: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """``y`` [rows of the state, tokens] before skip and gate, from the ``rows`` rows of the chunk at ``first``.
+
+    Token i is row ``before + i`` of the chunk. Columns of tokens that lie in another chunk hold nothing of use.
+    """
+    t = tl.arange(0, C.shape[1])
+    token = tl.arange(0, BT)
+    decay = tl.load(decays + t, mask=t < seq_len, other=0.0)
+    y = tl.dot(state.to(OPERAND), C, input_precision="ieee") * decay[None, :]
+    for j0 in range(0, rows, BT):
+        j = j0 + token
+        w = tl.load(weights + (t * ROWS)[None, :] + j[:, None], mask=(t < seq_len)[None, :], other=0.0)
+        at = row_pointers(x_rows, x_row, x, s_x, start, first + j, stored, ring_len)
+        tile = tl.load(at[:, None] + p[None, :], mask=(j < rows)[:, None] & p_in[None, :], other=0.0)
+        # Zero times a later token that is no number would reach an earlier one.
+        if j0 + BT > before + 1 and holds_no_number(tile) != 0:
+            old = y
+            for i in range(0, seq_len):
+                seen = tl.where((j <= before + i)[:, None], tile, 0.0).to(OPERAND)
+                y = tl.where((t == i)[None, :], tl.dot(tl.trans(seen), w, old, input_precision="ieee"), y)
+        else:
+            y = tl.dot(tl.trans(tile), w, y, input_precision="ieee")
+    return y
+
+
+@triton.jit
+def folded(
+    state, x_rows, x, B_rows, B, scales, decay, p_in, p, start, first, rows, stored, x_row, s_x, B_row, s_B, ring_len,
+    N: tl.constexpr, BT: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """The state after the ``rows`` rows of the chunk at ``first``."""
+    added = tl.zeros(state.shape, tl.float32)
+    n = tl.arange(0, state.shape[1])
+    for j0 in range(0, rows, BT):
+        j = j0 + tl.arange(0, BT)
+        j_in = j < rows
+        x_at = row_pointers(x_rows, x_row, x, s_x, start, first + j, stored, ring_len)
+        B_at = row_pointers(B_rows, B_row, B, s_B, start, first + j, stored, ring_len)
+        x_tile = tl.load(x_at[:, None] + p[None, :], mask=j_in[:, None] & p_in[None, :], other=0.0)
+        B_tile = tl.load(B_at[:, None] + n[None, :], mask=j_in[:, None] & (n < N)[None, :], other=0.0)
+        scaled = fold_columns(B_tile, tl.load(scales + j, mask=j_in, other=0.0), OPERAND)
+        added = tl.dot(tl.trans(x_tile), scaled, added, input_precision="ieee")
+    return tl.fma(decay, state, added)
+
+
+@triton.jit
+def write(y, x, z, D, out, p, p_in, first, last, s_x, s_z, s_out):
+    """Skip, gate and store columns ``first..last - 1``; ``D`` [rows] fp32 or None."""
+    t = tl.arange(0, y.shape[1])
+    mask = p_in[:, None] & ((t >= first) & (t < last))[None, :]
+    skip = 0.0
+    x_new = y
+    gate = y
+    if D is not None:
+        skip = D[:, None]
+        x_new = tl.load(x + (t * s_x)[None, :] + p[:, None], mask=mask, other=0.0)
+    if z is not None:
+        gate = tl.load(z + (t * s_z)[None, :] + p[:, None], mask=mask, other=0.0)
+    y = finished(y, x_new, skip, gate, D is not None, z is not None)
+    tl.store(out + (t * s_out)[None, :] + p[:, None], y.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def skip_of(D, p, p_in, s_D_element):
+    """D of a head's rows in fp32, or None."""
+    if D is None:
+        return None
+    else:
+        return tl.load(D + p * s_D_element, mask=p_in, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def cross_chunks(
+    state, shadow, C, x_rows, x, B_rows, B, z, D, out, weights, decays, scales, fold_decays, folds,
+    start, live, stored, x_row, s_x, B_row, s_B, s_z, s_out, s_D_element, seq_len, ring_len, nheads, chunk_size, p0,
+    P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, ROWS: tl.constexpr, BP: tl.constexpr, FP: tl.constexpr,
+    BT: tl.constexpr, LAZY: tl.constexpr, FLAT: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Rows ``p0..p0 + BP`` of one head: score every chunk's tokens, fold in between, store what is settled."""
+    end = live + seq_len
+    n = tl.arange(0, NP)
+    for q0 in range(0, BP, FP):
+        q = p0 + q0 + tl.arange(0, FP)
+        q_in = q < P
+        at = q[:, None] * N + n[None, :]
+        inside = q_in[:, None] & (n < N)[None, :]
+        block = tl.load(state + at, mask=inside, other=0.0)
+        skip = skip_of(D, q, q_in, s_D_element)
+        for c in range(0, (end - 1) // chunk_size + 1):
+            first = c * chunk_size
+            before = live - first
+            if before < chunk_size:
+                rows = tl.minimum(before + seq_len, chunk_size)
+                y = score(
+                    block, C, x_rows, x, weights, decays, q_in, q, start, first, before, rows, stored, x_row, s_x,
+                    seq_len, ring_len, ROWS, BT, OPERAND,
+                )  # fmt: skip
+                write(y, x, z, skip, out, q, q_in, tl.maximum(-before, 0), rows - before, s_x, s_z, s_out)
+            if end > first + chunk_size or not LAZY:
+                block = folded(
+                    block, x_rows, x, B_rows, B, scales + c * nheads * ROWS, tl.load(fold_decays + c * nheads), q_in, q,
+                    start, first, end if FLAT else chunk_size, stored, x_row, s_x, B_row, s_B, ring_len,
+                    N, BT, OPERAND,
+                )  # fmt: skip
+                # Beyond the first chunk it is not known yet which tokens will stay.
+                if not LAZY or (c == 0 and folds):
+                    tl.store(state + at, block, mask=inside)
+                    if shadow is not None:
+                        tl.store(shadow + at, block.to(OPERAND), mask=inside)
