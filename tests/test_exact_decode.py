@@ -89,6 +89,33 @@ def test_against_the_token_loop(dtype):
     assert results[0][2] == results[1][2]
 
 
+@pytest.mark.parametrize("max_tokens", [1, 4])
+def test_a_rounded_copy_of_the_state_is_all_that_is_read(max_tokens):
+    case = random_case(60, 32, dtype=BF16)
+    whole, _, boundary = case.whole()
+    decoder = Decoder(case, max_tokens=max_tokens, shadow=True)
+    decoder.prefill((1, case.tokens(0, 21)), (2, case.tokens(0, 33)))
+    assert torch.equal(decoder.buffers.shadow[2], boundary.to(BF16)) and decoder.buffers.shadow[0].isnan().all()
+    state = decoder.state.clone()
+    decoder.state.fill_(torch.nan)
+    out = decoder.step([2, 1], [case.tokens(33, 33 + max_tokens), case.tokens(21, 21 + max_tokens)])
+    assert torch.equal(out[0], whole[33 : 33 + max_tokens]) and torch.equal(out[1], whole[21 : 21 + max_tokens])
+    decoder.state.copy_(state)
+    decoder.move(1, 3)
+    for t in range(21 + (max_tokens == 1), 60 - max_tokens, max_tokens):  # a verification did not commit
+        out = decoder.step([3], [case.tokens(t, t + max_tokens)])[0]
+        assert torch.equal(out, whole[t : t + max_tokens])
+        if max_tokens > 1:
+            decoder.commit([3], [max_tokens])
+    assert torch.equal(decoder.state[3], boundary) and torch.equal(decoder.buffers.shadow[3], boundary.to(BF16))
+
+
+def test_without_a_copy_there_is_nothing_to_refresh():
+    decoder = Decoder(random_case(5))
+    decoder.buffers.refresh(decoder.state, int32(1))
+    assert decoder.buffers.shadow is None
+
+
 def test_two_slots_in_one_call_and_in_any_lane():
     cases = [random_case(60, 32, seed=seed) for seed in (1, 2)]
     cases[1] = replace(cases[1], A=cases[0].A, D=cases[0].D, dt_bias=cases[0].dt_bias)

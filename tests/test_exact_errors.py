@@ -229,6 +229,25 @@ def test_another_device_is_refused_in_words():
         implementation("batch_invariant_decode", torch.device("mps:0"))
 
 
+def test_a_rounded_copy_of_the_state():
+    sizes = (3, 16, H, P, G, N, torch.device("cpu"))
+    with pytest.raises(ValueError, match="shadow: expected a dtype of 16 bits"):
+        BatchInvariantDecodeBuffers.allocate(*sizes, torch.float32, shadow=True)
+    buffers = BatchInvariantDecodeBuffers.allocate(*sizes, torch.float16, shadow=True)
+    state = torch.ones(3, H, P, N)
+    for wrong, slots, message in (
+        (state[:2], int32(0), r"ssm_state: expected shape .*slots=3"),
+        (state.double(), int32(0), r"ssm_state: expected dtype torch.float32"),
+        (state, torch.zeros(1), r"batch_indices: expected dtype torch.int32 or torch.int64"),
+        (state, int32(3), "batch_indices: expected values below slots=3, got 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            buffers.refresh(wrong, slots)
+    assert not buffers.shadow.any()
+    buffers.refresh(state, int32(2, -1))
+    assert [bool(shadow.all()) for shadow in buffers.shadow] == [False, False, True]
+
+
 @pytest.mark.parametrize("name", ["x", "dt", "B", "C", "z", "A", "D", "dt_bias"])
 def test_the_checked_mode_finds_numbers_that_are_not_finite(name, monkeypatch):
     monkeypatch.setenv("REPLAYSSM_CHECK", "1")

@@ -135,6 +135,22 @@ def test_a_schedule_of_verifications(chunk_size, max_tokens):
         assert_close("state", decoder.state[3], state, Tolerance(2.0**-20, 2.0**-20))
 
 
+def test_a_rounded_copy_of_the_state():
+    case = random_case(36, **SMALL, dtype=torch.float16)
+    with using("kernels"):
+        whole, _, boundary = case.whole()
+        decoder = Decoder(case, shadow=True)
+        decoder.prefill((1, case.tokens(0, 20)))
+        state = decoder.state.clone()
+        decoder.state.fill_(torch.nan)
+        for t in range(20, 31):
+            assert torch.equal(decoder.step([1], [case.tokens(t, t + 1)])[0], whole[t : t + 1])
+        decoder.state.copy_(state)
+        for t in range(31, 36):
+            assert torch.equal(decoder.step([1], [case.tokens(t, t + 1)])[0], whole[t : t + 1])
+    assert torch.equal(decoder.state[1], boundary) and torch.equal(decoder.buffers.shadow[1], boundary.half())
+
+
 def test_rows_are_stored_as_the_cpu_stores_them():
     case = random_case(60, 16, **SMALL)
     results = []

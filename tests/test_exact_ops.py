@@ -61,6 +61,12 @@ def test_opcheck_commit():
     torch.library.opcheck(torch.ops.replayssm.batch_invariant_decode_commit.default, args, test_utils=TESTS)
 
 
+def test_opcheck_refresh():
+    shadow, state = torch.zeros(3, 2, 4, 8, dtype=torch.float16), torch.ones(3, 2, 4, 8)
+    args = shadow, state, int32(1, -1)
+    torch.library.opcheck(torch.ops.replayssm.batch_invariant_decode_refresh.default, args, test_utils=TESTS)
+
+
 def test_opcheck_rows():
     args = seen_by("masked_update_rows", lambda: _masked_update_rows(torch.zeros(3, 2), int32(1, -1), torch.ones(2, 2)))
     torch.library.opcheck(torch.ops.replayssm.masked_update_rows.default, args, test_utils=TESTS)
@@ -77,7 +83,15 @@ def test_the_schemas_tell_what_is_written():
 
     rows = {"x_rows", "z_rows", "dt_rows", "B_rows", "C_rows", "num_buffered", "ring_start"}
     named = torch.ops.replayssm
-    assert written(named.batch_invariant_decode_step) == rows | {"ssm_state", "target_rows", "chunk_flags", "out", "shadow", "arrivals"}
+    step = rows | {"ssm_state", "target_rows", "chunk_flags", "out", "shadow", "arrivals"}
+    assert written(named.batch_invariant_decode_step) == step
+        "ssm_state",
+        "target_rows",
+        "chunk_flags",
+        "out",
+        "shadow",
+        "arrivals",
+    }
     assert written(named.batch_invariant_decode_store) == rows
     assert written(named.batch_invariant_decode_rows) == {"initial_states", "out"}
 

@@ -5,6 +5,7 @@ import torch
 from test_exact_decode import (  # noqa: F401
     test_a_neighbour_full_of_nan,
     test_a_poisoned_previous_tenant,
+    test_a_rounded_copy_of_the_state_is_all_that_is_read,
     test_all_lanes_cross_in_one_call_in_any_order,
     test_inactive_lanes,
     test_large_dt_and_strong_decay,
