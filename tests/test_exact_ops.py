@@ -85,13 +85,6 @@ def test_the_schemas_tell_what_is_written():
     named = torch.ops.replayssm
     step = rows | {"ssm_state", "target_rows", "chunk_flags", "out", "shadow", "arrivals"}
     assert written(named.batch_invariant_decode_step) == step
-        "ssm_state",
-        "target_rows",
-        "chunk_flags",
-        "out",
-        "shadow",
-        "arrivals",
-    }
     assert written(named.batch_invariant_decode_store) == rows
     assert written(named.batch_invariant_decode_rows) == {"initial_states", "out"}
 
