@@ -327,7 +327,7 @@ def test_ids_without_data():
         hf.generate(shared_model(), IDS.to("meta"))
 
 
-@pytest.mark.parametrize("shape", [(24, 90), (33, 57), (40, 301)])
+@pytest.mark.parametrize("shape", [(24, 90), (33, 57), (40, 301), (210, 317)])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("pack", [False, True])
