@@ -57,29 +57,24 @@ def folded(
 
 
 @triton.jit
-def write(y, x, z, D, out, p, p_in, first, last, s_x, s_z, s_out):
-    """Skip, gate and store columns ``first..last - 1``; ``D`` [rows] fp32 or None."""
-    t = tl.arange(0, y.shape[1])
-    mask = p_in[:, None] & ((t >= first) & (t < last))[None, :]
-    skip = 0.0
-    x_new = y
-    gate = y
-    if D is not None:
-        skip = D[:, None]
-        x_new = tl.load(x + (t * s_x)[None, :] + p[:, None], mask=mask, other=0.0)
-    if z is not None:
-        gate = tl.load(z + (t * s_z)[None, :] + p[:, None], mask=mask, other=0.0)
-    y = finished(y, x_new, skip, gate, D is not None, z is not None)
-    tl.store(out + (t * s_out)[None, :] + p[:, None], y.to(out.dtype.element_ty), mask=mask)
+def skip_of(D, p, p_in, s_D_element):
+    """D of a head's rows in fp32 ``[rows, 1]``, zero without."""
+    if D is None:
+        return 0.0
+    else:
+        return tl.load(D + p * s_D_element, mask=p_in, other=0.0).to(tl.float32)[:, None]
 
 
 @triton.jit
-def skip_of(D, p, p_in, s_D_element):
-    """D of a head's rows in fp32, or None."""
-    if D is None:
-        return None
-    else:
-        return tl.load(D + p * s_D_element, mask=p_in, other=0.0).to(tl.float32)
+def tokens_of(x, z, D, p, mask, t, s_x, s_z):
+    """What skip and gate read of the new tokens, ``[rows, tokens]`` each; zero where there is neither."""
+    x_new = 0.0
+    gate = 0.0
+    if D is not None:
+        x_new = tl.load(x + (t * s_x)[None, :] + p[:, None], mask=mask, other=0.0)
+    if z is not None:
+        gate = tl.load(z + (t * s_z)[None, :] + p[:, None], mask=mask, other=0.0)
+    return x_new, gate
 
 
 @triton.jit
@@ -92,6 +87,7 @@ def cross_chunks(
     """Rows ``p0..p0 + BP`` of one head: score every chunk's tokens, fold in between, store what is settled."""
     end = live + seq_len
     n = tl.arange(0, NP)
+    t = tl.arange(0, C.shape[1])
     for q0 in range(0, BP, FP):
         q = p0 + q0 + tl.arange(0, FP)
         q_in = q < P
@@ -108,7 +104,10 @@ def cross_chunks(
                     block, C, x_rows, x, weights, decays, q_in, q, start, first, before, rows, stored, x_row, s_x,
                     seq_len, ring_len, ROWS, BT, OPERAND,
                 )  # fmt: skip
-                write(y, x, z, skip, out, q, q_in, tl.maximum(-before, 0), rows - before, s_x, s_z, s_out)
+                mine = q_in[:, None] & ((t >= -before) & (t < rows - before))[None, :]
+                x_new, gate = tokens_of(x, z, D, q, mine, t, s_x, s_z)
+                y = finished(y, x_new, skip, gate, D is not None, z is not None)
+                tl.store(out + (t * s_out)[None, :] + q[:, None], y.to(out.dtype.element_ty), mask=mine)
             if end > first + chunk_size or not LAZY:
                 block = folded(
                     block, x_rows, x, B_rows, B, scales + c * nheads * ROWS, tl.load(fold_decays + c * nheads), q_in, q,

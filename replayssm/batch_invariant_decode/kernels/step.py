@@ -7,17 +7,17 @@ head, each state as the large operand of a product whose columns are the tokens.
 import triton
 import triton.language as tl
 
-from replayssm.batch_invariant_decode.kernels.fold import cross_chunks, skip_of, write
+from replayssm.batch_invariant_decode.kernels.fold import cross_chunks, skip_of, tokens_of
 from replayssm.batch_invariant_decode.kernels.lanes import append, lane_rows, ring_row, row_pointers
 from replayssm.batch_invariant_decode.kernels.prepare import chunk_decays, chunk_products, store_weights
-from replayssm.ssd.kernels.arithmetic import holds_no_number, weights
+from replayssm.ssd.kernels.arithmetic import finished, holds_no_number, weights
 from replayssm.ssd.kernels.constants import PER_CALL
 
 
 @triton.jit
 def _score_heads(
-    state, early, C, products, value, total, x_at, x, z, D, out, causal, inside, target, p, p_in, inside_state, count,
-    s_x, s_z, s_out, s_D_head, s_D_element, seq_len, P: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
+    state, early, early_x, C, products, value, total, x_at, x, z, D, out, causal, inside, target, p, p_in, inside_state,
+    count, s_x, s_z, s_out, s_D_head, s_D_element, seq_len, P: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
     CAREFUL: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """The heads from where the pointers stand; ``value`` and ``total`` [heads, rows] are dt and its sums."""
@@ -26,12 +26,16 @@ def _score_heads(
     t = tl.arange(0, C.shape[1])
     row = tl.arange(0, total.shape[1])
     is_target = row[:, None] == target[None, :]
+    is_new = p_in[:, None] & (t < seq_len)[None, :]
     for i in tl.range(0, count, num_stages=STAGES):
         if HEADS == 1:
             values = early
+            x_rows = early_x
         else:
             values = tl.load(state + i * (P * N), mask=inside_state, other=0.0)
-        x_rows = tl.load(x_at + i * P, mask=inside[:, None] & p_in[None, :], other=0.0)
+            x_rows = tl.load(x_at + i * P, mask=inside[:, None] & p_in[None, :], other=0.0)
+        skip = skip_of(D if D is None else D + i * s_D_head, p, p_in, s_D_element)
+        x_new, gate = tokens_of(x + i * P, z if z is None else z + i * P, D, p, is_new, t, s_x, s_z)
         sums_row = tl.sum(tl.where((h == i)[:, None], total, 0.0), 0)
         dt_row = tl.sum(tl.where((h == i)[:, None], value, 0.0), 0)
         newest = tl.sum(tl.where(is_target, sums_row[:, None], 0.0), 0)
@@ -46,8 +50,8 @@ def _score_heads(
                 y = tl.where((t == k)[None, :], tl.dot(tl.trans(seen), w, before, input_precision="ieee"), y)
         else:
             y = tl.dot(tl.trans(x_rows), w, y, input_precision="ieee")
-        skip = skip_of(D if D is None else D + i * s_D_head, p, p_in, s_D_element)
-        write(y, x + i * P, z if z is None else z + i * P, skip, out + i * P, p, p_in, 0, seq_len, s_x, s_z, s_out)
+        y = finished(y, x_new, skip, gate, D is not None, z is not None)
+        tl.store(out + i * P + (t * s_out)[None, :] + p[:, None], y.to(out.dtype.element_ty), mask=is_new)
 
 
 @triton.jit
@@ -165,6 +169,9 @@ def step_kernel(
         target = live + t
         causal = (row[:, None] <= target[None, :]) & (t < seq_len)[None, :]
         x_at = row_pointers(x_rows, s_x_row, x, s_x, start, row, stored, ring_len)[:, None] + p[None, :]
+        early_x = None
+        if HEADS == 1:
+            early_x = tl.load(x_at, mask=inside[:, None] & p_in[None, :], other=0.0)
         value, total = chunk_decays(
             dt_rows, dt, A, dt_bias, s_dt_row, s_dt, start, 0, end, stored, ring_len, chunk_size, head, h_in,
             dt_min, dt_max, ROWS, SOFTPLUS,
@@ -181,13 +188,13 @@ def step_kernel(
                 )
         if careful != 0:
             _score_heads(
-                read_at, early, C_tile, products, value, total, x_at, x, z, D, out, causal, inside, target, p, p_in,
-                in_state, count, s_x, s_z, s_out, s_D_head, s_D_element, seq_len, P, N, 1, True, OPERAND,
+                read_at, early, early_x, C_tile, products, value, total, x_at, x, z, D, out, causal, inside, target, p,
+                p_in, in_state, count, s_x, s_z, s_out, s_D_head, s_D_element, seq_len, P, N, 1, True, OPERAND,
             )  # fmt: skip
         else:
             _score_heads(
-                read_at, early, C_tile, products, value, total, x_at, x, z, D, out, causal, inside, target, p, p_in,
-                in_state, count, s_x, s_z, s_out, s_D_head, s_D_element, seq_len, P, N, STAGES, False, OPERAND,
+                read_at, early, early_x, C_tile, products, value, total, x_at, x, z, D, out, causal, inside, target, p,
+                p_in, in_state, count, s_x, s_z, s_out, s_D_head, s_D_element, seq_len, P, N, STAGES, False, OPERAND,
             )  # fmt: skip
     if not FLAT:
         _store_rows(
