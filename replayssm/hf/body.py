@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from replayssm.hf.attachment import Attachment
-from replayssm.hf.linear import RowProduct
+from replayssm.hf.linear import JoinedProduct, RowProduct
 from replayssm.hf.norm import Norm, is_known
 
 _CACHE_NAMES = ("cache", "cache_params", "past_key_values")
@@ -52,6 +52,30 @@ class Product(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Multiply ``x``."""
         return self.product(x)
+
+
+class Gated(nn.Module):
+    """Stands for a gated feed-forward block: one product for gate and values, where a packed copy is made anyway.
+
+    Args:
+        block: has ``gate_proj``, ``up_proj``, ``down_proj`` and ``act_fn``.
+    """
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.first = JoinedProduct([block.gate_proj, block.up_proj], None, pack=True)
+        self.second = RowProduct(block.down_proj, pack=True)
+        self._activation = (block.act_fn,)
+
+    @property
+    def exact(self) -> bool:
+        """Whether both products were measured to treat every row alike."""
+        return self.first.exact and self.second.exact
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the block."""
+        gate, values = self.first(x).chunk(2, -1)
+        return self.second(self._activation[0](gate) * values)
 
 
 class Embedded(nn.Module):
@@ -112,8 +136,11 @@ class Body:
         base = attachment.base
         self._routed = [Routed(block) for block in attachment.routed]
         self._on_cpu = next(base.parameters()).device.type == "cpu"
-        products = [(linear, Product(linear, pack)) for linear in attachment.body_linears]
-        exchanged: dict[int, nn.Module] = {id(linear): product for linear, product in products}
+        blocks = _gated_blocks(attachment) if pack else []
+        gated = {id(block): Gated(block) for block in blocks}
+        inside = {id(linear) for block in blocks for linear in block.children()}
+        products = {id(each): Product(each, pack) for each in attachment.body_linears if id(each) not in inside}
+        exchanged: dict[int, nn.Module] = {**products, **gated}
         exchanged |= {id(block): routed for block, routed in zip(attachment.routed, self._routed, strict=True)}
         exchanged |= {id(module): Norm(module) for module in base.modules() if is_known(module)}
         if attachment.keeps_types:
@@ -121,7 +148,8 @@ class Body:
         exchanged |= {id(mixer): ReplayMixer(mixer, number) for number, mixer in enumerate(attachment.mixers)}
         self._model = _exchange(base, exchanged, outermost=True)
         self.exact = (
-            all(product.product.exact for _, product in products)
+            all(product.product.exact for product in products.values())
+            and all(block.exact for block in gated.values())
             and not attachment.has_other_products
             and (self._on_cpu or not self._routed)
         )
@@ -132,6 +160,18 @@ class Body:
             block.one_by_one = one_by_one and self._on_cpu
         # Not called as a module: the attached model's own call has run its hooks.
         return self._model.forward(**arguments)
+
+
+def _gated_blocks(attachment: Attachment) -> list[nn.Module]:
+    """Gated feed-forward blocks outside of experts that are as they came and made of plain products."""
+    plain = {id(linear) for linear in attachment.body_linears if linear.bias is None}
+    return [
+        block
+        for block in attachment.base.modules()
+        if type(block).__name__ in attachment.family.GATED
+        and all(id(child) in plain for child in block.children() if isinstance(child, nn.Linear))
+        and not (block._forward_hooks or block._forward_pre_hooks or "forward" in block.__dict__)
+    ]
 
 
 def _exchange(module: nn.Module, exchanged: dict[int, nn.Module], outermost: bool = False) -> nn.Module:

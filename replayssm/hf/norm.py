@@ -1,6 +1,6 @@
-"""Normalisations of transformers, in one launch each.
+"""Normalisations of transformers, in one launch each on a GPU and in few operations on a CPU.
 
-Between its matrix products a decoder is many small operations, and on a GPU each costs the same whatever its size.
+Between its matrix products a decoder is many small operations, each of which costs the same whatever its size.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from replayssm.rms_norm import rms_norm
@@ -48,9 +49,13 @@ class Norm(nn.Module):
         self._offset, self._gate_first = kind.offset, kind.gate_first
         # Blocks convert their activations to the type of the norm's weight: to fp32, whatever the weight is stored as.
         self.weight = torch.empty(0)
+        weight: Any = module.weight
+        self._scale = None if pays(weight.device) else self._offset + weight.detach().float()
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         """Normalise ``x`` fp32 ``[..., channels]``, with a gate of its shape if the module takes one."""
+        if self._scale is not None:
+            return self._on_cpu(x, gate, self._scale)
         out = rms_norm(
             x.reshape(-1, x.shape[-1]),
             self._module[0].weight.detach(),
@@ -61,18 +66,25 @@ class Norm(nn.Module):
         )
         return out.view(x.shape)
 
+    def _on_cpu(self, x: Tensor, gate: Tensor | None, scale: Tensor) -> Tensor:
+        """In the order that transformers' own modules have, hence with their bits."""
+        if gate is not None and self._gate_first:
+            x = x * F.silu(gate)
+        out = (x * (x * x).mean(-1, keepdim=True).add_(self._eps).rsqrt_()).mul_(scale)
+        return out if gate is None or self._gate_first else out.mul_(F.silu(gate))
+
 
 def pays(device: torch.device) -> bool:
-    """Whether launches and bytes read are what a round costs on a device; on a CPU, modules are left alone."""
+    """Whether launches and bytes read are what a round costs on a device."""
     return device.type != "cpu"
 
 
 def is_known(module: Any) -> bool:
-    """Whether a module is one of transformers' normalisations, as it came, on a device where one launch pays."""
+    """Whether a module is one of transformers' normalisations, as it came."""
     kind: type = type(module)
     as_it_came = not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
     known = kind.__name__ in _KINDS and kind.__module__.startswith("transformers.models.")
-    return bool(known and as_it_came and getattr(module, "activation", "silu") == "silu" and pays(module.weight.device))
+    return bool(known and as_it_came and getattr(module, "activation", "silu") == "silu")
 
 
 def in_one_launch(module: nn.Module) -> nn.Module:

@@ -21,6 +21,7 @@ OPS = "mamba"
 # Tokens of a prompt's block, and the largest window that the op takes.
 _BLOCK = 64
 MIXERS = ("Mamba2Mixer",)
+GATED: tuple[str, ...] = ()
 ROUTED: tuple[str, ...] = ()
 
 

@@ -10,6 +10,7 @@ from replayssm.hf.mixers import gdn
 from replayssm.hf.mixers.gdn import Weights, layer_shape, replay_forward, run_prompt
 
 __all__ = [
+    "GATED",
     "MIXERS",
     "OPS",
     "ROUTED",
@@ -24,6 +25,7 @@ __all__ = [
 
 OPS = "gdn_decode"
 MIXERS = ("Qwen3NextGatedDeltaNet",)
+GATED = ("Qwen3NextMLP",)
 ROUTED = ("Qwen3NextSparseMoeBlock",)
 
 
