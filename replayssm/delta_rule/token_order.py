@@ -36,8 +36,12 @@ def run(
     scratch = torch.empty_like(S)
     states: dict[int, Tensor] = {}
     first_query = n if q is None else n - q.shape[0]
-    for t in range(n):
-        _advance(S, scratch, *(tensor.select(1, t) for tensor in tokens))
+    for t, (k, v, decay, beta) in enumerate(zip(*_steps(tokens, HV // H), strict=True)):
+        # S = decay S, u = beta (v - S k), S = S + u k^T
+        S.mul_(decay)
+        torch.mul(S, k, out=scratch)
+        u = (v - scratch.sum(-1)).mul_(beta)
+        S.addcmul_(u.unsqueeze(-1), k)
         if q is not None and out is not None and t >= first_query:
             torch.mul(S, q[t - first_query, :, None, None], out=scratch)
             out[t - first_query] = scratch.sum(-1).view(HV, V)
@@ -46,11 +50,12 @@ def run(
     return states
 
 
-def _advance(S: Tensor, scratch: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> None:
-    """One step in place: ``S = decay S``, ``u = beta (v - S k)``, ``S = S + u k^T``."""
-    H, R, V, _ = S.shape
-    key = k[:, None, None]
-    S.mul_(decay.view(H, R, 1, -1))
-    torch.mul(S, key, out=scratch)
-    u = (v.view(H, R, V) - scratch.sum(-1)).mul_(beta.view(H, R, 1))
-    S.addcmul_(u.unsqueeze(-1), key)
+def _steps(tokens: Tokens, repeats: int) -> tuple[tuple[Tensor, ...], ...]:
+    """Per token k ``[H, 1, 1, K]``, v ``[H, R, V]``, decay ``[H, R, 1, 1 or K]`` and beta ``[H, R, 1]``; views."""
+    heads = (tokens.k.shape[0], repeats)
+    return (
+        tokens.k[:, :, None, None].unbind(1),
+        tokens.v.unflatten(0, heads).unbind(2),
+        tokens.decay.unflatten(0, heads).unsqueeze(3).unbind(2),
+        tokens.beta.unflatten(0, heads).unsqueeze(3).unbind(2),
+    )
