@@ -7,15 +7,20 @@ from typing import Any
 
 import torch
 
+from replayssm.cache.exact import ExactMamba2Buffers, ExactMamba2Layer
 from replayssm.cache.gdn import GDNBuffers, GDNLayer
 from replayssm.cache.mamba2 import Mamba2Buffers, Mamba2Layer
 from replayssm.checks import check_integer, check_range
 from replayssm.mamba.arguments import MAX_WINDOW
 
-Layer = Mamba2Layer | GDNLayer
-Buffers = Mamba2Buffers | GDNBuffers
+Layer = Mamba2Layer | ExactMamba2Layer | GDNLayer
+Buffers = Mamba2Buffers | ExactMamba2Buffers | GDNBuffers
 
-_BUFFERS: dict[type, Any] = {Mamba2Layer: Mamba2Buffers, GDNLayer: GDNBuffers}
+_BUFFERS: dict[type, Any] = {
+    Mamba2Layer: Mamba2Buffers,
+    ExactMamba2Layer: ExactMamba2Buffers,
+    GDNLayer: GDNBuffers,
+}
 
 
 def allocate_buffers(

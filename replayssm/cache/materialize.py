@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from replayssm import gdn_decode
+from replayssm.cache.exact import ExactMamba2Buffers
 from replayssm.cache.gdn import GDNBuffers, GDNLayer
 from replayssm.cache.layers import Buffers, Layer
 from replayssm.cache.mamba2 import Mamba2Buffers, Mamba2Layer
@@ -27,6 +28,7 @@ class Materializer:
     def __init__(self, layers: Sequence[Layer], buffers: Sequence[Buffers], window: int, ring_len: int) -> None:
         self._layers, self._device = layers, buffers[0].state.device
         self._gdn: list[tuple[GDNLayer, GDNBuffers]] = []
+        self._exact = [each for each in buffers if isinstance(each, ExactMamba2Buffers)]
         mamba2_layers: list[Mamba2Layer] = []
         mamba2_buffers: list[Mamba2Buffers] = []
         for layer, each in zip(layers, buffers, strict=True):
@@ -44,7 +46,7 @@ class Materializer:
             TypeError: no list, or a layer's entry is no tensor.
             ValueError: not one entry per layer, a rate for a layer without rates, or a tensor that does not fit.
         """
-        if A is None and len(self._gdn) == len(self._layers):
+        if A is None and len(self._gdn) + len(self._exact) == len(self._layers):
             return []
         if not isinstance(A, Sequence):
             raise TypeError(f"A: expected a list of one tensor per layer, got {type(A).__name__}")
@@ -53,11 +55,14 @@ class Materializer:
         decays: list[Tensor] = []
         for index, (decay, layer) in enumerate(zip(A, self._layers, strict=True)):
             name = f"A[{index}]"
-            if isinstance(layer, GDNLayer):
+            if type(layer) is not Mamba2Layer:
                 if decay is not None:
-                    raise ValueError(
-                        f"{name}: expected None for a GDN layer, whose ring holds the decays, got a tensor"
+                    kind = (
+                        "a GDN layer, whose ring holds the decays"
+                        if isinstance(layer, GDNLayer)
+                        else "an exact layer, whose rows are copied as they are"
                     )
+                    raise ValueError(f"{name}: expected None for {kind}, got a tensor")
                 continue
             check_tensor(name, decay)
             assert decay is not None  # said for mypy
@@ -70,7 +75,13 @@ class Materializer:
         return decays
 
     def write_states(
-        self, src: Tensor, dst: Tensor, ring_start: Tensor, prefix_len: Tensor, decays: Sequence[Tensor]
+        self,
+        src: Tensor,
+        dst: Tensor,
+        ring_start: Tensor,
+        prefix_len: Tensor,
+        decays: Sequence[Tensor],
+        rewind: Tensor,
     ) -> None:
         """Replay ``prefix_len`` ring rows onto the checkpoints of ``src`` and store the results in ``dst``.
 
@@ -80,6 +91,7 @@ class Materializer:
             ring_start: row of the oldest live token, ``[n]``.
             prefix_len: live rows to apply, ``[n]``.
             decays: from :meth:`decays`.
+            rewind: newest rows to leave out, ``[n]``; what exact layers go by.
         """
         if not src.numel():
             return
@@ -98,3 +110,5 @@ class Materializer:
                 ring_start=ring_start,
                 use_qk_l2norm=layer.use_qk_l2norm,
             )
+        for exact in self._exact:
+            exact.take_back(src, dst, rewind)

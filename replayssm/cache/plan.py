@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from replayssm.cache.layers import Layer, allocate_buffers, ring_lengths
+from replayssm.cache.records import tensors_of
 from replayssm.checks import check_range
 from replayssm.cursors import Cursors
 from replayssm.mamba.arguments import MAX_WINDOW
@@ -84,9 +85,8 @@ def slot_bytes(
             activation_dtype=activation_dtype,
             device=meta,
         )
-        for each in fields(buffers):
-            tensor = getattr(buffers, each.name)
-            parts[each.metadata["part"]] += 0 if tensor is None else tensor.nbytes
+        for _, part, tensor in tensors_of(buffers):
+            parts[part] += tensor.nbytes
     cursors = Cursors.allocate(1, meta)
     parts["cursors"] = sum(getattr(cursors, each.name).nbytes for each in fields(cursors))
     return SlotBytes(**parts)

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from replayssm import cursors as cursor_rule
+from replayssm.cache.exact import ExactMamba2Buffers
 from replayssm.cache.gdn import GDNLayer
 from replayssm.cache.layers import Layer, allocate_buffers, ring_lengths
 from replayssm.cache.mamba2 import Mamba2Buffers
 from replayssm.cache.materialize import Materializer
+from replayssm.cache.records import tensors_of
 from replayssm.cache.slots import CapacityError, Slots, SlotTable, check_integers
 from replayssm.checks import check_device, check_dtype, check_integer, check_range, check_shape, checked_mode
 from replayssm.cursors import Cursors
@@ -181,7 +183,14 @@ class ReplayPool:
 
     # ---- one request's life
 
-    def write_state(self, layer_index: int, slots: Slots, state: Tensor, conv_window: Tensor) -> None:
+    def write_state(
+        self,
+        layer_index: int,
+        slots: Slots,
+        state: Tensor,
+        conv_window: Tensor,
+        rows: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> None:
         """Store what a prefill has computed, in slots that are freshly allocated or reset.
 
         Args:
@@ -191,6 +200,9 @@ class ReplayPool:
                 floating type; rounded to the nearest.
             conv_window: inputs of the convolution at the last tokens, oldest first, zero before the first token:
                 ``[n, conv_channels, conv_width - 1]``, any floating type.
+            rows: for exact layers, whose ``state`` is that of the last chunk boundary: x ``[n, r, nheads, headdim]``,
+                dt ``[n, r, nheads]`` before bias and softplus, and B ``[n, r, ngroups, dstate]`` of the r tokens since
+                then. None for other layers.
 
         Raises:
             ValueError: wrong index, shape, dtype or device, or a cursor of a slot is not zero (read as slots are).
@@ -198,6 +210,10 @@ class ReplayPool:
         check_range("layer_index", layer_index, 0, len(self.layers) - 1)
         slots = self._table.resolve("slots", slots)
         layer, buffers = self.layers[layer_index], self.buffers[layer_index]
+        if (rows is not None) != isinstance(buffers, ExactMamba2Buffers):
+            raise ValueError(
+                f"rows: expected them for exact layers and no others, layer {layer_index} is a {type(layer).__name__}"
+            )
         history = layer.conv_width - 1
         sizes = {"n": slots.numel(), **layer.state_sizes}
         check_shape("state", state, " ".join(sizes), sizes)
@@ -214,6 +230,8 @@ class ReplayPool:
         if scale is not None and isinstance(buffers, Mamba2Buffers) and buffers.state_scale is not None:
             buffers.state_scale[slots] = scale
         buffers.conv_rows[slots, :history] = conv_window.detach().transpose(1, 2).to(buffers.conv_rows.dtype)
+        if isinstance(buffers, ExactMamba2Buffers) and rows is not None:
+            buffers.write_rows(slots, *rows)
 
     def commit(self, slots: Slots, num_accepted: Tensor | Sequence[int], seq_len: Tensor | Sequence[int] | int) -> None:
         """Keep the first ``num_accepted`` of the tokens that the step just verified; once a step, for all layers.
@@ -238,6 +256,9 @@ class ReplayPool:
             ring_len=self.ring_len,
             conv_len=self.conv_len,
         )
+        for buffers in self.buffers:
+            if isinstance(buffers, ExactMamba2Buffers):
+                buffers.records.commit(slots, num_accepted)
         if self.rand_seed is not None:
             self.rand_seed += 1
 
@@ -260,7 +281,8 @@ class ReplayPool:
             rewind: ``[n]``, in ``0..`` the slot's last ``num_accepted``: a convolution window from before that
                 commit is gone.
             A: per Mamba-2 layer the heads' decay rates ``[nheads]`` as the op takes them (its broadcast view ``[nheads,
-                headdim, dstate]`` will do), negative, one dtype; per GDN layer None. None if all layers are GDN.
+                headdim, dstate]`` will do), negative, one dtype; per GDN or exact layer None. None if no layer needs
+                them.
 
         Raises:
             ValueError: wrong shape or dtype, or a value out of range (read as slots are).
@@ -278,7 +300,7 @@ class ReplayPool:
         # Read every cursor before one is written: a destination may be its own source.
         conv_first = self.cursors.conv_start[src] - rewind
         ring_start, prefix_len = self.cursors.ring_start[src], self.cursors.num_live[src] - rewind
-        self.materializer.write_states(src, dst, ring_start, prefix_len, decays)
+        self.materializer.write_states(src, dst, ring_start, prefix_len, decays, rewind)
         for layer, buffers in zip(self.layers, self.buffers, strict=True):
             history = torch.arange(layer.conv_width - 1, device=self.device)
             rows = (conv_first.unsqueeze(1) + history) % self.conv_len
@@ -309,10 +331,8 @@ class ReplayPool:
     def _slotted(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor with one entry per slot, and its field's name."""
         for buffers in self.buffers:
-            for field in fields(buffers):
-                tensor = getattr(buffers, field.name)
-                if tensor is not None:
-                    yield field.name, tensor
+            for name, _, tensor in tensors_of(buffers):
+                yield name, tensor
         yield from self._cursor_fields()
 
     def _cursor_fields(self) -> Iterator[tuple[str, Tensor]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from replayssm.checks import check_integer
 
@@ -48,3 +50,14 @@ def check_dtypes(
         if dtype not in allowed:
             names = " or ".join(str(each) for each in allowed)
             raise ValueError(f"{name}: expected {names} for {kind} layers, got {dtype}")
+
+
+def tensors_of(buffers: Any, part: str = "") -> Iterator[tuple[str, str, Tensor]]:
+    """Name, part of ``SlotBytes`` and tensor of every field of a layer's buffers, those of records inside included."""
+    for each in fields(buffers):
+        value = getattr(buffers, each.name)
+        belongs = each.metadata.get("part", part)
+        if isinstance(value, Tensor):
+            yield each.name, belongs, value
+        elif is_dataclass(value):
+            yield from tensors_of(value, belongs)
