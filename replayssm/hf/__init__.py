@@ -8,6 +8,7 @@ except ImportError as error:
 from replayssm.hf.attach import attach, detach
 from replayssm.hf.cache import ReplayCache
 from replayssm.hf.generate import custom_generate, generate
+from replayssm.hf.score import score
 from replayssm.hf.stats import GenerationStats
 
-__all__ = ["GenerationStats", "ReplayCache", "attach", "custom_generate", "detach", "generate"]
+__all__ = ["GenerationStats", "ReplayCache", "attach", "custom_generate", "detach", "generate", "score"]

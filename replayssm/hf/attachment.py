@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from replayssm.hf.mixers import FAMILIES
+from replayssm.hf.mixers import EXACT_FAMILIES, FAMILIES
 from replayssm.hf.norm import is_known, pays
 
 ATTRIBUTE = "_replayssm_attachment"
@@ -105,6 +105,19 @@ class Attachment:
     def family(self) -> ModuleType:
         """The adapter module; looked up, because a module object would keep an attached model from being copied."""
         return FAMILIES[self.model_type]
+
+    def exact_family(self) -> ModuleType:
+        """The adapter module of exact decode.
+
+        Raises:
+            ValueError: the family has none.
+        """
+        if self.model_type not in EXACT_FAMILIES:
+            supported = ", ".join(sorted(EXACT_FAMILIES))
+            raise ValueError(
+                f"exact: not supported for models of the family '{self.model_type}'; supported: {supported}"
+            )
+        return EXACT_FAMILIES[self.model_type]
 
     def check_bypassed(self, model: PreTrainedModel) -> None:
         """Refuse layers that compute anything else than a product with the weights they show.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,23 +19,7 @@ from replayssm.hf.body import Body
 from replayssm.hf.fixed_cache import FixedCache, UnattachedLayer
 from replayssm.hf.linear import may_pack
 from replayssm.hf.options import integers
-
-
-@dataclass
-class Traffic:
-    """What the forwards of a cache have done so far, summed over rows; every layer does the same.
-
-    Attributes:
-        verified: verifies, each of which reads a checkpoint.
-        flushed: verifies that wrote one.
-        rows_read: live ring rows that were replayed.
-        rows_written: ring rows of new tokens.
-    """
-
-    verified: int = 0
-    flushed: int = 0
-    rows_read: int = 0
-    rows_written: int = 0
+from replayssm.hf.traffic import Traffic
 
 
 class ReplayCache(FixedCache):
@@ -52,6 +35,7 @@ class ReplayCache(FixedCache):
         batch_size: rows of ``input_ids`` in every forward.
         max_tokens: most tokens of one forward after the prefill, at most ``window``.
         window: most ring rows that are replayed before they are folded into the checkpoint.
+        exact: run the recurrent layers on exact decode, which folds whole chunks instead.
 
     Attributes:
         pool: the pool; its slots are freed by ``close`` or at the end of a ``with`` block.
@@ -80,13 +64,21 @@ class ReplayCache(FixedCache):
         True
     """
 
-    def __init__(self, model: PreTrainedModel, batch_size: int, *, max_tokens: int = 8, window: int = 16) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batch_size: int,
+        *,
+        max_tokens: int = 8,
+        window: int = 16,
+        exact: bool = False,
+    ) -> None:
         attachment = attachment_of(model) if isinstance(model, PreTrainedModel) else None
         if attachment is None:
             raise ValueError("model: expected an attached model; call replayssm.hf.attach(model) first")
         attachment.check_bypassed(model)
         check_range("batch_size", batch_size, 1, sys.maxsize)
-        family, mixers = attachment.family, attachment.mixers
+        family, mixers = attachment.exact_family() if exact else attachment.family, attachment.mixers
         super().__init__(layers=[UnattachedLayer() for _ in mixers])
         self.name = attachment.cache_name
         self.pool = ReplayPool(
@@ -97,7 +89,7 @@ class ReplayCache(FixedCache):
             device=model.device,
         )
         self._prompts = False
-        self.traffic = Traffic()
+        self.traffic = Traffic(self.pool)
         self._family, self._model = family, model.base_model
         pack = may_pack(attachment.linears)
         self.weights = [family.prepare(mixer, pack) for mixer in mixers]
@@ -107,7 +99,6 @@ class ReplayCache(FixedCache):
         self._slots = self.pool.allocate(batch_size)
         # Host copies of what the next forward needs, so that no device value is read back.
         self._lengths = [0] * batch_size
-        self._live = [0] * batch_size
         self._pending = 0
         # Whether the newest forward has not run all layers.
         self._unfinished = False
@@ -187,6 +178,7 @@ class ReplayCache(FixedCache):
         if all(new):
             self._prompts = True
             self.pool.reset(self.slots)
+            self.traffic.prefilled(self._rows, seq_len)
         elif any(new):
             raise ValueError("ReplayCache: rows with and without a past cannot share a forward; see select")
         elif seq_len > self.pool.max_tokens:
@@ -196,10 +188,11 @@ class ReplayCache(FixedCache):
         else:
             self._prompts = False
             self._pending = seq_len
-            self._count(seq_len)
+            self.traffic.verify(self._rows, seq_len)
         for row in self._rows:
             self._lengths[row] += seq_len
-        self._reserve()
+        if self._prompts:  # a window has its room since the accept before it, and graphs of it count on the places
+            self._reserve()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -209,16 +202,6 @@ class ReplayCache(FixedCache):
             yield
         finally:
             self._recording = False
-
-    def _count(self, seq_len: int) -> None:
-        traffic, window = self.traffic, self.pool.window
-        traffic.verified += len(self._rows)
-        traffic.rows_written += len(self._rows) * seq_len
-        for row in self._rows:
-            traffic.rows_read += self._live[row]
-            if self._live[row] + seq_len > window:
-                traffic.flushed += 1
-                self._live[row] = 0
 
     def run(self, tokens: int, arguments: dict[str, Any]) -> Any:
         """Run the forward that has begun: work for the device alone, nothing is read back.
@@ -242,8 +225,8 @@ class ReplayCache(FixedCache):
         """Run one recurrent layer from the pool, or through a prompt that the pool then goes on from."""
         pool, weights = self.pool, self.weights[position]
         if self._prompts:
-            out, state, conv_window = self._family.run_prompt(mixer, weights, hidden_states)
-            pool.write_state(position, self.slots, state, conv_window)
+            out, *prefilled = self._family.run_prompt(mixer, weights, hidden_states)
+            pool.write_state(position, self.slots, *prefilled)
             return out
         return self._family.replay_forward(
             mixer,
@@ -292,7 +275,7 @@ class ReplayCache(FixedCache):
             for row, accepted in zip(self._rows, num_accepted, strict=True):
                 self._owed[row] = (pending, accepted)
         for row, accepted in zip(self._rows, num_accepted, strict=True):
-            self._live[row] += accepted
+            self.traffic.accept(row, accepted)
             self._lengths[row] += accepted - pending
         self._pending = 0
         self._reserve()
@@ -324,20 +307,6 @@ class ReplayCache(FixedCache):
         for row in self._rows:
             self._owed[row] = (0, 0)
         return owed
-
-    def moved_bytes(self) -> tuple[int, int]:
-        """Bytes of checkpoints (with scales) and ring rows that the verifies so far have read and written, all layers.
-
-        Convolution rows and cursors are not counted: they are small and every way of decoding moves them.
-        """
-        sizes = self.pool.bytes_by_field()
-        slots = self.pool.num_slots
-        state = (sizes["state"] + sizes.get("state_scale", 0)) // slots
-        rings = sum(count for name, count in sizes.items() if name.endswith("_cache"))
-        row = rings // (slots * self.pool.ring_len)
-        traffic = self.traffic
-        read = traffic.verified * state + traffic.rows_read * row
-        return read, traffic.flushed * state + traffic.rows_written * row
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back tokens of the newest forward, in every row and every recurrent layer.
@@ -376,7 +345,7 @@ class ReplayCache(FixedCache):
         if self._attention is not None:
             self._attention.reset()
         self._lengths = [0] * len(self._lengths)
-        self._live = [0] * len(self._live)
+        self.traffic.forget()
         if self._owed is not None:
             self.defer_commits()
 

@@ -35,6 +35,14 @@ class Forward:
         self._arguments = {cache.name: cache, "use_cache": True}
         self.exact = self._head.exact and cache.exact
 
+    def check_exact(self) -> None:
+        """Raise ValueError unless every token's logits depend on the text before it alone, bit for bit."""
+        if not self.exact:
+            raise ValueError(
+                "exact: expected matrix products whose rows do not depend on how many are multiplied together, which "
+                f"those of this model on '{self._model.device}' do not; on a CPU torch.set_num_threads(1) usually helps"
+            )
+
     def score(self, ids: Tensor) -> Tensor:
         """Score token ids ``[rows, tokens]`` of the selected rows; returns fp32 logits ``[rows, tokens, vocab]``."""
         return self._head(self._hidden(ids))

@@ -54,6 +54,7 @@ def generate(
     stopping_criteria: StoppingCriteriaList | None = None,
     streamer: Any = None,
     window: int = 16,
+    exact: bool = False,
     return_stats: bool = False,
 ) -> Any:
     """Continue token ids with a recurrent model, verifying several draft tokens per forward.
@@ -91,6 +92,8 @@ def generate(
             ``on_round(drafted, accepted)``, that is called behind every round with its counts.
         window: ring rows that are replayed before they are folded into the state, 1..64; raised to
             ``num_draft_tokens + 1`` if it is smaller.
+        exact: decode with the bits of one scan over the whole text: a token's logits are those of ``score(...,
+            exact=True)``, whatever was drafted, and in any batch. Mamba-2 models; refused where that cannot be held.
         return_stats: return ``(sequences, GenerationStats)``.
 
     Returns:
@@ -151,6 +154,7 @@ def generate(
         pad_token_id=pad_token_id if pad_token_id is not None else min(ends, default=0),
         streamer=streamer,
         window=window,
+        exact=exact,
     )
     return (sequences, stats) if return_stats else sequences
 
@@ -167,6 +171,7 @@ def custom_generate(
     seed: int = 0,
     request_ids: Sequence[int] | Tensor | None = None,
     window: int = 16,
+    exact: bool = False,
     return_stats: bool = False,
     **model_kwargs: Any,
 ) -> Any:
@@ -188,6 +193,7 @@ def custom_generate(
         seed: of the sampling noise. torch's global generator is not used.
         request_ids: names of the rows' texts.
         window: of the pool.
+        exact: see ``generate``.
         return_stats: return ``(sequences, GenerationStats)``.
         model_kwargs: what transformers adds; anything else is refused.
 
@@ -230,6 +236,7 @@ def custom_generate(
         pad_token_id=0 if pad is None else int(pad),
         streamer=_streamer_of_caller(model),
         window=window,
+        exact=exact,
     )
     result: Any = sequences
     if generation_config.return_dict_in_generate:
@@ -261,7 +268,7 @@ def _check_config(config: GenerationConfig, model_kwargs: dict[str, Any]) -> Non
         raise ValueError(
             f"{', '.join(unknown)}: not supported by replayssm.hf.custom_generate; supported are input_ids with "
             "attention_mask, transformers' generation options without beams, and draft, draft_model, num_draft_tokens, "
-            "seed, request_ids, window, return_stats"
+            "seed, request_ids, window, exact, return_stats"
         )
 
 
@@ -280,6 +287,7 @@ def _run(
     pad_token_id: int,
     streamer: Any,
     window: int,
+    exact: bool,
 ) -> tuple[Tensor, GenerationStats]:
     if num_draft_tokens is None:
         num_draft_tokens = default_draft_tokens(draft if draft_model is None else draft_model)
@@ -311,6 +319,7 @@ def _run(
             window=window,
             streamer=streamer,
             pad_token_id=pad_token_id,
+            exact=exact,
         ).run()
     return join(input_ids, new, pad_token_id), stats
 

@@ -84,6 +84,7 @@ class Decoder:
         streamer: an object with ``put(tensor)`` and ``end()`` for a batch of one, or None; if it has
             ``on_round(drafted, accepted)``, that hears of every round.
         pad_token_id: fills short rows where processors want padded ones.
+        exact: whether recurrent layers run on exact decode.
     """
 
     def __init__(
@@ -100,10 +101,11 @@ class Decoder:
         window: int,
         streamer: Any,
         pad_token_id: int,
+        exact: bool,
     ) -> None:
         self._model, self._sampler, self._rules, self._drafter = model, sampler, rules, drafter
         self._num_draft_tokens, self._window, self._streamer = num_draft_tokens, window, streamer
-        self._device = model.device
+        self._device, self._exact = model.device, exact
         self._seed, self._request_ids = seed, request_ids
         # For choices outside of a step: behind the prompts, and token by token.
         self._seeds = torch.full((len(prompts),), signed_seed(seed), device=self._device)
@@ -119,8 +121,10 @@ class Decoder:
         """Generate until every row has ended; returns the new tokens of each row and what it took."""
         began = time.perf_counter()
         max_tokens = min(self._num_draft_tokens + 1, self._rules.max_new_tokens)
-        shape = Shape(len(self._prompts), max_tokens, max(self._window, max_tokens), self._sampler)
+        shape = Shape(len(self._prompts), max_tokens, max(self._window, max_tokens), self._sampler, self._exact)
         with session(self._model, shape) as held:
+            if self._exact:
+                held.forward.check_exact()
             held.step.start(self._seed, self._request_ids)
             self._drafter.start(self._prompts)
             self._prefill(held)
@@ -212,7 +216,7 @@ class Decoder:
 
     def _stats(self, held: Session, seconds: float, prefill_seconds: float) -> GenerationStats:
         cache, step = held.cache, held.step
-        read, written = cache.moved_bytes()
+        read, written = cache.traffic.moved_bytes()
         lengths = zip(self._rows.texts, self._rows.prompt_lens, strict=True)
         return GenerationStats(
             new_tokens=sum(len(text) - start for text, start in lengths),

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from replayssm.hf.attachment import attachment_of
@@ -31,12 +31,14 @@ class Shape:
         max_tokens: most tokens of a window.
         window: of the pool.
         sampler: how tokens are chosen.
+        exact: whether recurrent layers run on exact decode.
     """
 
     batch_size: int
     max_tokens: int
     window: int
     sampler: Greedy | Gumbel
+    exact: bool = False
 
 
 class Session:
@@ -54,7 +56,9 @@ class Session:
 
     def __init__(self, model: PreTrainedModel, shape: Shape) -> None:
         self._shape, self._addresses = shape, _addresses(model)
-        self.cache = ReplayCache(model, shape.batch_size, max_tokens=shape.max_tokens, window=shape.window)
+        self.cache = ReplayCache(
+            model, shape.batch_size, max_tokens=shape.max_tokens, window=shape.window, exact=shape.exact
+        )
         self.forward = Forward(model, self.cache)
         refused = why_not(model.base_model, self.cache.pool.device)
         self.step = Step(self.forward, self.cache, shape.sampler, refused)
@@ -87,7 +91,10 @@ def _take_over(old: Any, new: Any) -> bool:
         if isinstance(before, Tensor):
             if before.data_ptr() != after.data_ptr():  # else the weight itself
                 before.untyped_storage().copy_(after.untyped_storage(), non_blocking=False)
-        elif not isinstance(before, (RowProduct, JoinedProduct)) and before != after:
+        elif isinstance(before, (RowProduct, JoinedProduct, nn.Module)):  # these hold the weights themselves
+            if type(before) is not type(after):
+                return False
+        elif before != after:
             return False
     return True
 

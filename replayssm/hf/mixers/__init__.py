@@ -1,14 +1,14 @@
 """Recurrent mixers of transformers models: what each family needs to run from a replay pool.
 
-An adapter module has ``OPS``, the op family that it runs on; ``MIXERS``, the names of the mixers' classes; ``ROUTED``,
-those of blocks that send every token to experts of its own; ``layer_shape``, ``linears`` and ``bypassed`` of a mixer;
-``prepare`` for its weights; ``run_prompt``, which runs it over a prompt; and ``replay_forward``, which goes on from
-there.
+An adapter module has ``OPS``, the op family that it runs on; ``MIXERS``, the names of the mixers' classes; ``GATED``,
+those of gated feed-forward blocks; ``ROUTED``, those of blocks that send every token to experts; ``layer_shape``,
+``linears`` and ``bypassed`` of a mixer; ``prepare`` for its weights; ``run_prompt``, which runs it over a prompt; and
+``replay_forward``, which goes on from there.
 """
 
 from __future__ import annotations
 
-from replayssm.hf.mixers import mamba2, qwen3_5, qwen3_next
+from replayssm.hf.mixers import mamba2, mamba2_exact, qwen3_5, qwen3_next
 
 # transformers' config.model_type -> adapter module.
 FAMILIES = {
@@ -17,3 +17,5 @@ FAMILIES = {
     "qwen3_5_text": qwen3_5,
     "qwen3_next": qwen3_next,
 }
+# Those of exact decode.
+EXACT_FAMILIES = {"mamba2": mamba2_exact}

@@ -1,0 +1,76 @@
+"""What the forwards of a cache read and write of its recurrent state, counted on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from replayssm.cache import ExactMamba2Buffers, ExactMamba2Layer, ReplayPool
+
+
+class Traffic:
+    """Counts summed over rows; every layer does the same.
+
+    Args:
+        pool: of the cache, whose slots are the rows.
+
+    Attributes:
+        verified: verifies, each of which reads a checkpoint.
+        flushed: verifies that wrote one.
+        rows_read: live rows of the rings that were replayed.
+        rows_written: those of new tokens.
+    """
+
+    def __init__(self, pool: ReplayPool) -> None:
+        self.verified = self.flushed = self.rows_read = self.rows_written = 0
+        self._pool = pool
+        chunks = [layer.chunk_size for layer in pool.layers if isinstance(layer, ExactMamba2Layer)]
+        self._chunk_size = chunks[0] if chunks else None
+        self.forget()
+
+    def forget(self) -> None:
+        """All rows are empty again; the counts stay."""
+        self._live = [0] * self._pool.num_slots
+
+    def prefilled(self, rows: Sequence[int], tokens: int) -> None:
+        """These rows got a prompt of ``tokens`` tokens."""
+        for row in rows:
+            self._live[row] = tokens % self._chunk_size if self._chunk_size else 0
+
+    def verify(self, rows: Sequence[int], tokens: int) -> None:
+        """These rows score ``tokens`` tokens each."""
+        self.verified += len(rows)
+        self.rows_written += len(rows) * tokens
+        for row in rows:
+            self.rows_read += self._live[row]
+            folded = self._folded(self._live[row], tokens)
+            self.flushed += bool(folded)
+            self._live[row] -= folded
+
+    def accept(self, row: int, num_accepted: int) -> None:
+        """A row keeps ``num_accepted`` tokens of its newest verify."""
+        self._live[row] += num_accepted
+
+    def _folded(self, live: int, tokens: int) -> int:
+        if self._chunk_size:
+            return self._chunk_size if live >= self._chunk_size else 0
+        return live if live + tokens > self._pool.window else 0
+
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes of checkpoints (with scales) and ring rows that were read and written, all layers.
+
+        Convolution rows and cursors are not counted: they are small and every way of decoding moves them.
+        """
+        sizes, slots = self._pool.bytes_by_field(), self._pool.num_slots
+        state = (sizes["state"] + sizes.get("state_scale", 0)) // slots
+        if self._chunk_size:
+            row = sum(
+                each.nbytes // (slots * each.shape[1])
+                for buffers in self._pool.buffers
+                if isinstance(buffers, ExactMamba2Buffers)
+                for each in (buffers.records.x, buffers.records.dt, buffers.records.B)
+            )
+        else:
+            rings = sum(count for name, count in sizes.items() if name.endswith("_cache"))
+            row = rings // (slots * self._pool.ring_len)
+        read = self.verified * state + self.rows_read * row
+        return read, self.flushed * state + self.rows_written * row
