@@ -132,6 +132,7 @@ class Attachment:
             raise ValueError("model: its head was replaced since attach; call detach, and attach again")
         self._check_attention()
         names = {id(module): name for name, module in model.named_modules()}
+        any_type = self.keeps_types
         for layer in [layer for mixer in self.mixers for layer in self.family.bypassed(mixer)] + [self.head]:
             name = names.get(id(layer), type(layer).__name__)
             if type(layer).forward not in (nn.Linear.forward, nn.Conv1d.forward) or "forward" in layer.__dict__:
@@ -141,7 +142,7 @@ class Attachment:
                 )
             if layer._forward_hooks or layer._forward_pre_hooks:
                 raise ValueError(f"model: layer '{name}' has forward hooks, which replay would not call; remove them")
-            if layer.weight.dtype != torch.float32 and not self.keeps_types:
+            if layer.weight.dtype != torch.float32 and not any_type:
                 raise ValueError(
                     f"model: the weight of '{name}' became {layer.weight.dtype} since attach; call detach, convert the "
                     "model, and attach it again"
