@@ -58,7 +58,7 @@ def check_against_the_cpu(name, lengths, drafts):
     ("name", "lengths"), [("next", (70, 5, 18)), ("next_moe", (3,)), ("3_5", (5, 9, 5, 9, 5)), ("3_5_moe", (4, 7))]
 )
 def test_same_text_on_the_cpu_and_with_drafts(name, lengths):
-    check_against_the_cpu(name, lengths, (0, 3))
+    check_against_the_cpu(name, lengths, (3,))
 
 
 @pytest.mark.slow
@@ -74,25 +74,24 @@ def test_texts_that_outgrow_the_buffers_of_keys(attention):
     model = fresh_model("next", attn_implementation=attention)
     ids, mask = padded_batch("next", (5, 60, 33))
     expected = texts(model, ids, mask, "cpu", draft=None, max_new_tokens=200)
-    for num_draft_tokens in (0, 3):
-        got, stats = run(model, ids, mask, "cuda", num_draft_tokens=num_draft_tokens, max_new_tokens=200)
-        assert torch.equal(got, expected)
-        assert stats.graph_rounds > stats.rounds // 2
+    got, stats = run(model, ids, mask, "cuda", num_draft_tokens=3, max_new_tokens=200)
+    assert torch.equal(got, expected)
+    assert stats.graph_rounds > stats.rounds // 2
 
 
 def test_rows_end_at_different_times():
-    model = fresh_model("3_5")
-    ids, mask = padded_batch("3_5", (7, 4, 12, 7, 5), seed=3)
+    model = fresh_model("next")
+    ids, mask = padded_batch("next", (7, 4, 12, 7, 5), seed=3)
     whole = texts(model, ids, mask, "cpu", draft=None)
-    options = dict(eos_token_id=[int(whole[0, 5]), int(whole[-1, 15])], pad_token_id=46)
+    options = dict(eos_token_id=[int(whole[0, 5]), int(whole[-1, 15])], pad_token_id=60)
     expected = texts(model, ids, mask, "cpu", draft=None, **options)
     for num_draft_tokens in (0, 3):
         assert torch.equal(texts(model, ids, mask, "cuda", num_draft_tokens=num_draft_tokens, **options), expected)
 
 
 def test_a_seed_draws_the_same_text_with_and_without_drafts():
-    model = fresh_model("3_5")
-    ids, mask = padded_batch("3_5", (9, 4))
+    model = fresh_model("next")
+    ids, mask = padded_batch("next", (9, 4))
     options = dict(do_sample=True, temperature=0.8, top_k=20, top_p=0.9, seed=5)
     plain = texts(model, ids, mask, "cuda", draft=None, **options)
     drafted, stats = run(model, ids, mask, "cuda", num_draft_tokens=3, **options)
@@ -144,8 +143,8 @@ def test_an_attached_model_keeps_its_graphs_and_follows_its_weights():
 
 
 def test_memory_is_given_back():
-    model = fresh_model("3_5").cuda()
-    ids, mask = padded_batch("3_5", (7, 4, 12))
+    model = fresh_model("next").cuda()
+    ids, mask = padded_batch("next", (7, 4, 12))
 
     def left():
         gc.collect()

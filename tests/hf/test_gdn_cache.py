@@ -89,6 +89,20 @@ def test_rows_of_very_different_lengths(model, expected, expected_other):
         close(logits[1], expected_other[80:83])
 
 
+def test_buffers_of_keys_move_between_forwards_only(model):
+    """A captured forward was chosen for the layout that stands before it."""
+    layouts = set()
+    with hf.ReplayCache(model, 1, max_tokens=4) as cache:
+        feed(model, cache, TEXT[:50])
+        for at in range(50, 86, 3):
+            before = cache.layout
+            feed(model, cache, TEXT[at : at + 4])
+            assert cache.layout == before
+            cache.accept([3])
+            layouts.add(cache.layout)
+    assert layouts == {(64, True), (128, True)}
+
+
 def test_padding_rows_touch_nothing(model, expected, expected_other):
     """What a captured batch does: the rows behind the selected ones are padding."""
     with hf.ReplayCache(model, 3, max_tokens=3) as cache, torch.no_grad():
