@@ -136,20 +136,19 @@ def _run_step(line: Step, peers: bool, timer: Timer) -> Row:
 def _step_peers(line: Step, pools: list[dict[str, Any]], peers: bool, timer: Timer) -> Row:
     """FlashInfer's ``checkpointing_ssu`` (the best of its kernels) and its update without a ring."""
     found = flashinfer.version() if peers else None
-    if found is None:
-        known = partial(flashinfer.published_step, line.state, line.tokens, batch=line.batch, heads=line.heads,
-                        groups=line.groups)  # fmt: skip
-        ours, plain = (known(mode=mode) if _is_h200() else None for mode in (line.mode, "plain"))
-        return {"flashinfer_us": ours, "plain_us": plain, "peers": ours and flashinfer.PUBLISHED}
-    scaled = pools[0]["state_scale"] is not None
-    kernels = ("monolith",) if scaled else ("monolith", "two-kernel")
-    ring = [_peer(timer, partial(flashinfer.checkpointing_ssu, algorithm=kernel), pools) for kernel in kernels]
-    plain = None if scaled else _peer(timer, flashinfer.selective_state_update, pools)
-    return {
-        "flashinfer_us": min((micros for micros in ring if micros is not None), default=None),
-        "plain_us": plain,
-        "peers": f"FlashInfer {found}, this run",
-    }
+    if found is not None:
+        scaled = pools[0]["state_scale"] is not None
+        kernels = ("monolith",) if scaled else ("monolith", "two-kernel")
+        ring = [_peer(timer, partial(flashinfer.checkpointing_ssu, algorithm=kernel), pools) for kernel in kernels]
+        best = min((micros for micros in ring if micros is not None), default=None)
+        plain = None if scaled else _peer(timer, flashinfer.selective_state_update, pools)
+        if best is not None:
+            return {"flashinfer_us": best, "plain_us": plain, "peers": f"FlashInfer {found}, this run"}
+    known = partial(
+        flashinfer.published_step, line.state, line.tokens, batch=line.batch, heads=line.heads, groups=line.groups
+    )
+    best, plain = (known(mode=mode) if _is_h200() else None for mode in (line.mode, "plain"))
+    return {"flashinfer_us": best, "plain_us": plain, "peers": best and flashinfer.PUBLISHED}
 
 
 def _peer(timer: Timer, call_on: Callable[[Any], Callable[[], object]], buffers: Iterable[Any]) -> float | None:
@@ -188,7 +187,8 @@ def _run_materialize(line: Materialize, peers: bool, timer: Timer) -> Row:
     found = flashinfer.version()
     if found is not None:
         theirs = _peer(timer, lambda _: flashinfer.replayssm_materialize(tables, options), range(3))
-        return row | {"flashinfer_us": theirs, "peers": f"FlashInfer {found}, this run"}
+        if theirs is not None:
+            return row | {"flashinfer_us": theirs, "peers": f"FlashInfer {found}, this run"}
     known = None
     if _is_h200():
         known = flashinfer.published_materialize(line.state, line.prefix, line.batch, line.heads, layers)
