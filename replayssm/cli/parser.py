@@ -209,10 +209,15 @@ def _add_bench_generate(families: argparse._SubParsersAction) -> None:
     )
     parser.set_defaults(options_type=GenerateOptions)
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="folder or hub id of a Mamba-2 model (default: the shipped tiny one)"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="folder or hub id of a model, whose family replayssm info lists (default: the shipped tiny Mamba-2)",
     )
     lines = parser.add_argument_group("what is measured")
-    lines.add_argument("--random", choices=RANDOM_MODELS, help="random weights of a published model's size instead")
+    lines.add_argument(
+        "--random", choices=RANDOM_MODELS, help="in its place random weights, of the size of a published Mamba-2"
+    )
     lines.add_argument("--dtype", choices=("float32", "bfloat16"), default=standard.dtype, help="of the weights")
     lines.add_argument(
         "--batch", dest="batches", type=_list(_number(int, 1)), metavar="N", help="sequences, several as 1,16"
