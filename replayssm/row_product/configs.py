@@ -6,11 +6,13 @@ from typing import NamedTuple
 
 # Inputs of one step of a sum.
 BLOCK = 64
+# Programs that keep the multiprocessors of a large device busy.
+_ENOUGH = 264
 
 
 def num_parts(depth: int) -> int:
     """Parts into which the inputs are cut, each with a sum of its own."""
-    return 4 if depth >= 1024 else 2 if depth >= 512 else 1
+    return 8 if depth >= 2048 else 4 if depth >= 1024 else 1
 
 
 class Tile(NamedTuple):
@@ -19,14 +21,14 @@ class Tile(NamedTuple):
     Attributes:
         rows: rows of a program.
         columns: outputs of a program.
-        together: whether the parts of the inputs go side by side.
-        stages: blocks of every part that are in flight.
+        split: whether every part of the inputs has programs of its own.
+        stages: blocks in flight.
         warps: warps of a program.
     """
 
     rows: int
     columns: int
-    together: bool
+    split: bool
     stages: int
     warps: int
 
@@ -34,17 +36,15 @@ class Tile(NamedTuple):
 def tile(rows: int, columns: int, depth: int) -> Tile:
     """Tile of ``row_product``.
 
-    Few rows are bound by reading the weight: enough programs for all multiprocessors, and some blocks of the weight in
-    flight in each.
+    Few rows are bound by reading the weight: it takes enough programs, each with some blocks in flight.
 
     Args:
         rows: rows of x.
         columns: outputs.
         depth: inputs.
     """
-    if rows > 32:
-        wide = 64 if columns >= 1024 else 32
-        return Tile(64, wide, False, 3, 4)
-    wide = 32 if columns >= 4096 else 16
-    together = 16 if rows <= 16 else 32
-    return Tile(together, wide, True, 3 if num_parts(depth) > 2 else 4, 4)
+    parts = num_parts(depth)
+    height = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    width = 16 if height < 64 and parts == 1 and columns < 4096 else 64
+    programs = -(-rows // height) * -(-columns // width)
+    return Tile(height, width, parts > 1 and programs < _ENOUGH, 3, 4)
