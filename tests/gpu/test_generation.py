@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent.parent / "hf"))
 
-from tiny_mamba2 import SIZES, fresh_model, make_prompts
+from tiny_mamba2 import fresh_model, make_prompts
 from torch import nn
 
 import replayssm.hf as hf
@@ -36,7 +36,7 @@ def padded_batch(name, lengths, seed=1):
 
 def run(model, ids, mask, device, **options):
     ids, mask = ids.to(device), mask.to(device)
-    options = {"max_new_tokens": COUNT, "eos_token_id": (), "return_stats": True, **options}
+    options = {"max_new_tokens": COUNT, "eos_token_id": (), "num_draft_tokens": 3, "return_stats": True, **options}
     out, stats = hf.generate(model.to(device), ids, attention_mask=mask, **options)
     return out[:, ids.shape[1] :].cpu(), stats
 
@@ -45,17 +45,17 @@ def texts(model, ids, mask, device, **options):
     return run(model, ids, mask, device, **options)[0]
 
 
-@pytest.mark.parametrize("name", SIZES)
-@pytest.mark.parametrize("lengths", [(3,), (70, 5, 18), (5, 9, 5, 9, 5)])
+# Every model and every length of window is compiled for: few of both, used by all tests.
+@pytest.mark.parametrize(("name", "lengths"), [("biases", (70, 5, 18)), ("biases", (5, 9, 5, 9, 5)), ("narrow", (3,))])
 def test_same_text_on_the_cpu_and_with_any_drafts(name, lengths):
     model = fresh_model(name)
     ids, mask = padded_batch(name, lengths)
     expected = texts(model, ids, mask, "cpu", draft=None)
-    for num_draft_tokens in (0, 1, 4, 11):
+    for num_draft_tokens in (0, 3, 11):
         got, stats = run(model, ids, mask, "cuda", num_draft_tokens=num_draft_tokens)
-        assert torch.equal(got, expected)
-        # A shape runs eagerly once, then from its graph: few rounds are left out.
-        assert stats.graph_rounds >= stats.rounds - 6 and stats.eager_because is None
+        assert torch.equal(got, expected) and stats.exact and stats.eager_because is None
+        # A shape runs eagerly once, then from its graph; without drafts there is one.
+        assert stats.graph_rounds >= (stats.rounds - 1 if not num_draft_tokens else 0)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5])
@@ -65,23 +65,23 @@ def test_rows_end_at_different_times(rows):
     whole = texts(model, ids, mask, "cpu", draft=None)
     options = dict(eos_token_id=[int(whole[0, 5]), int(whole[-1, 15])], pad_token_id=60)
     expected = texts(model, ids, mask, "cpu", draft=None, **options)
-    for num_draft_tokens in (0, 3, 8):
+    for num_draft_tokens in (0, 11):
         assert torch.equal(texts(model, ids, mask, "cuda", num_draft_tokens=num_draft_tokens, **options), expected)
 
 
 def test_a_seed_draws_the_same_text_with_and_without_drafts():
-    model = fresh_model("tied")
-    ids, mask = padded_batch("tied", (9, 4))
+    model = fresh_model("biases")
+    ids, mask = padded_batch("biases", (9, 4))
     options = dict(do_sample=True, temperature=0.8, top_k=20, top_p=0.9)
     plain = texts(model, ids, mask, "cuda", draft=None, seed=5, **options)
-    drafted, stats = run(model, ids, mask, "cuda", num_draft_tokens=5, seed=5, **options)
+    drafted, stats = run(model, ids, mask, "cuda", num_draft_tokens=3, seed=5, **options)
     assert torch.equal(drafted, plain) and stats.graph_rounds > 0
     alone = texts(model, ids[1:], mask[1:], "cuda", seed=5, request_ids=[1], **options)
     assert torch.equal(alone, plain[1:])
     # The seed is no part of a graph.
     hf.attach(model)
     for seed in (5, 6, 5):
-        again, stats = run(model, ids, mask, "cuda", num_draft_tokens=5, seed=seed, **options)
+        again, stats = run(model, ids, mask, "cuda", num_draft_tokens=3, seed=seed, **options)
         assert torch.equal(again, plain) == (seed == 5)
     assert stats.graph_rounds == stats.rounds
 
@@ -109,12 +109,12 @@ def scores_of(model, refuse, monkeypatch):
             patch.setattr(Graphs, "find", lambda *_: None)
         prompts = make_prompts("biases", (6, 3, 6, 70, 5), seed=4)
         tokens = torch.Generator().manual_seed(2)
-        session = Session(model, Shape(5, 6, 9, Greedy()))
+        session = Session(model, Shape(5, 4, 16, Greedy()))
         session.step.start(0, range(5))
         logits = [logits.clone() for _, logits in session.forward.prefill(prompts)]
         for turn in range(24):
             rows = [0, 1, 2, 3, 4] if turn < 15 else [1, 3, 4] if turn < 20 else [3]
-            lengths = [(1, 3, 6, 5)[(turn + row) % 4] if turn % 3 else 1 for row in rows]
+            lengths = [(1, 3, 4, 2)[(turn + row) % 4] if turn % 3 else 1 for row in rows]
             windows = [torch.randint(1, 61, (n,), generator=tokens).tolist() for n in lengths]
             scores = session.step.score(rows, windows, [0] * len(rows))
             logits += [each[:n].clone() for each, n in zip(scores, lengths, strict=False)]
@@ -257,13 +257,12 @@ def test_threads_share_an_attached_model():
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-@pytest.mark.parametrize("name", ["biases", "tied"])
-def test_weights_stay_as_they_are_stored(name):
-    model = fresh_model(name).bfloat16()
-    ids, mask = padded_batch(name, (7, 4, 12))
-    expected = texts(fresh_model(name).bfloat16().float(), ids, mask, "cpu")
+def test_weights_stay_as_they_are_stored():
+    model = fresh_model("biases").bfloat16()
+    ids, mask = padded_batch("biases", (7, 4, 12))
+    expected = texts(fresh_model("biases").bfloat16().float(), ids, mask, "cpu")
     hf.attach(model.cuda())
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    for num_draft_tokens in (0, 3, 11):
+    for num_draft_tokens in (0, 3):
         got, stats = run(model, ids, mask, "cuda", num_draft_tokens=num_draft_tokens)
         assert torch.equal(got, expected) and stats.exact

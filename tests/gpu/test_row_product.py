@@ -10,7 +10,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 NAN = float("nan")
-SHAPES = [(24, 83), (256, 1144), (512, 256), (3072, 1536), (1536, 6448), (1090, 4001)]
+SHAPES = [(24, 83), (512, 256), (3072, 1536), (1090, 4001)]
 
 
 def make(rows, inputs, outputs, dtype=torch.float32):
@@ -22,7 +22,7 @@ def make(rows, inputs, outputs, dtype=torch.float32):
     return random(rows, inputs), random(outputs, inputs).to(dtype), random(outputs).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 def test_values(dtype, inputs, outputs):
     for rows in (1, 12, 20, 64, 300):
