@@ -59,6 +59,13 @@ def test_the_rows_of_a_batch_are_different_texts(model):
     assert prompts.shape == (5, 17) and len({tuple(row.tolist()) for row in prompts}) == 5
 
 
+def test_a_shipped_model_goes_by_its_name():
+    named, standard = (
+        generate._Subject(GenerateOptions(model=name, prompt_tokens=7)) for name in ("tiny-mamba2", None)
+    )
+    assert named.name == standard.name and torch.equal(named.prompts(2), standard.prompts(2))
+
+
 def test_weights_in_bfloat16_are_held_to_the_scores(capsys, model):
     (row,) = _rows(capsys, model, "--dtype", "bfloat16")
     assert 0 <= row["gap"] <= 0.5

@@ -110,7 +110,7 @@ class GenerateOptions:
 
     Attributes:
         device: ``"cpu"`` or ``"cuda"``.
-        model: folder or hub id, None for the shipped model.
+        model: a shipped model, a folder or a hub id; None for the first shipped model.
         random: a key of `RANDOM_MODELS`: random weights in place of a model.
         dtype: ``"float32"`` or ``"bfloat16"``, of the weights.
         batches: sequences; None for 1, on a GPU also 16 and 64.

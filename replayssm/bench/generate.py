@@ -76,7 +76,7 @@ class _Subject:
     def _load(self, loader: Any) -> Any:
         what = "model" if loader is transformers.AutoModelForCausalLM else "tokenizer"
         extra = {"dtype": getattr(torch, self._options.dtype)} if what == "model" else {}
-        return load_pretrained(loader, self._options.model or str(models.path()), what, **extra)
+        return load_pretrained(loader, self._options.model or models.NAMES[0], what, **extra)
 
     def _random(self) -> Any:
         hidden, layers = RANDOM_MODELS[str(self._options.random)]

@@ -66,13 +66,13 @@ def load(options: argparse.Namespace) -> Loaded:
 
     name = options.model or models.NAMES[0]
     dtype = getattr(torch, options.dtype)
-    tokenizer = load_pretrained(transformers.AutoTokenizer, _source(name), "tokenizer")
-    model = load_pretrained(transformers.AutoModelForCausalLM, _source(name), "model", dtype=dtype)
+    tokenizer = load_pretrained(transformers.AutoTokenizer, name, "tokenizer")
+    model = load_pretrained(transformers.AutoModelForCausalLM, name, "model", dtype=dtype)
     if model.num_parameters() < SMALL and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     draft = None
     if options.draft not in ("none", "lookup"):
-        draft = load_pretrained(transformers.AutoModelForCausalLM, _source(options.draft), "draft model", dtype=dtype)
+        draft = load_pretrained(transformers.AutoModelForCausalLM, options.draft, "draft model", dtype=dtype)
         draft = draft.to(device).eval()
     input_ids = tokenizer(prompt, return_tensors="pt").input_ids
     if input_ids.shape[1] == 0:
@@ -105,11 +105,6 @@ def read_prompt(options: argparse.Namespace) -> str:
     except UnicodeEncodeError:  # bytes that Python passes through as lone surrogates, as some locales have it
         raise CommandError("the prompt is not UTF-8 text") from None
     return str(prompt)
-
-
-def _source(name: str) -> str:
-    """The folder of a shipped model; every other name as it is."""
-    return str(models.path(name)) if name in models.NAMES else name
 
 
 def _is_piped(stream: Any) -> bool:

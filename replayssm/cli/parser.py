@@ -29,6 +29,8 @@ examples:
   replayssm bench generate --batch 1,16                tokens per second of the shipped model
 """
 
+MODEL_HELP = f"a shipped model ({', '.join(NAMES)}), or a folder or hub id of yours (default: {NAMES[0]})"
+
 DRAFT_HELP = """\
 where draft tokens come from: 'lookup' (what followed the same words earlier in the text), 'none' (no speculation), or
 the path or id of a smaller model with the same tokenizer (default: lookup)"""
@@ -104,7 +106,7 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help=f"a shipped model ({', '.join(NAMES)}), or a folder or hub id of yours (default: {NAMES[0]})",
+        help=MODEL_HELP,
     )
     prompt = generate.add_argument_group(
         "prompt (default: standard input when it is piped)"
@@ -212,7 +214,7 @@ def _add_bench_generate(families: argparse._SubParsersAction) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="folder or hub id of a model, whose family replayssm info lists (default: the shipped tiny Mamba-2)",
+        help=MODEL_HELP,
     )
     lines = parser.add_argument_group("what is measured")
     lines.add_argument(

@@ -8,6 +8,8 @@ from typing import Any
 
 from huggingface_hub import constants, get_session
 
+from replayssm import models
+
 _MOST_REASON = 300  # characters of another library's message
 _PATIENCE = 5.0  # seconds for the hub's first answer
 
@@ -24,7 +26,7 @@ def load_pretrained(loader: Any, name: str, what: str, **options: Any) -> Any:
 
     Args:
         loader: an Auto class of transformers.
-        name: a folder, or a hub id.
+        name: a shipped model, a folder, or a hub id.
         what: what is loaded, for messages.
         options: passed on.
 
@@ -34,7 +36,7 @@ def load_pretrained(loader: Any, name: str, what: str, **options: Any) -> Any:
     Raises:
         LoadError: the name cannot be either, or loading fails.
     """
-    folder = Path(name)
+    folder = models.path(name) if name in models.NAMES else Path(name)
     # What begins like a path or has more parts than a hub id can only be a folder.
     if not folder.is_dir() and (folder.exists() or name[:1] in ("", ".", "/", "~") or len(folder.parts) > 2):
         raise LoadError(f"cannot load the {what} from '{name}': it is neither a folder nor a hub id")
@@ -45,7 +47,7 @@ def load_pretrained(loader: Any, name: str, what: str, **options: Any) -> Any:
     if unreachable is not None:
         options |= {"local_files_only": True}
     try:
-        return loader.from_pretrained(name, **options)
+        return loader.from_pretrained(str(folder) if folder.is_dir() else name, **options)
     except Exception as error:  # a broken file raises whatever its parser does
         reason = _line(error)
         if unreachable is not None:
