@@ -61,6 +61,16 @@ def test_same_text_on_the_cpu_and_with_drafts(name, lengths):
     check_against_the_cpu(name, lengths, (3,))
 
 
+def test_experts_that_read_nothing_back_are_captured():
+    model = fresh_model("next_moe")
+    ids, mask = padded_batch("next_moe", (3,))
+    expected = texts(model, ids, mask, "cpu", draft=None)
+    model.set_experts_implementation("batched_mm")
+    got, stats = run(model, ids, mask, "cuda", num_draft_tokens=3)
+    assert torch.equal(got, expected)
+    assert stats.graph_rounds > 0 and stats.eager_because is None and not stats.exact
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("lengths", [(3,), (70, 5, 18), (5, 9, 5, 9, 5)])
