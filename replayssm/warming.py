@@ -248,4 +248,4 @@ def _materialize(pool: ReplayPool, dtype: torch.dtype) -> None:
     ]
     nowhere = torch.full((1,), -1, device=pool.device)
     nothing = torch.zeros_like(nowhere)
-    pool.materializer.write_states(nowhere, nowhere, nothing, nothing, pool.materializer.decays(decays))
+    pool.materializer.write_states(nowhere, nowhere, nothing, nothing, pool.materializer.decays(decays), nothing)

@@ -43,6 +43,17 @@ def graphs(monkeypatch):
     return keys
 
 
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    from replayssm.hf import attachment, linear, norm
+
+    for module in (norm, attachment):
+        monkeypatch.setattr(module, "pays", lambda _: True)
+    monkeypatch.setattr("replayssm.hf.cache.may_pack", lambda _: False)
+    monkeypatch.setattr("replayssm.hf.forward.may_pack", lambda _: False)
+    monkeypatch.setattr(linear, "_plain", linear._alone)
+
+
 def generate(model, prompts, **options):
     ids, mask = pad(prompts)
     options = {"max_new_tokens": COUNT, "return_stats": True, "pad_token_id": 0, **options}
@@ -145,9 +156,7 @@ def by_limit(model):
 
 
 @pytest.mark.parametrize("change", [by_data, by_copy, by_parameter, by_limit])
-def test_weights_changed_between_generations_are_used(change, monkeypatch):
-    monkeypatch.setattr("replayssm.hf.cache.may_pack", lambda _: False)  # as on a GPU
-    monkeypatch.setattr("replayssm.hf.forward.may_pack", lambda _: False)
+def test_weights_changed_between_generations_are_used(change, as_on_a_gpu):
     model, fresh, prompts = hf.attach(fresh_model()), fresh_model(), make_prompts("biases", (6, 3, 9))
     before, _ = generate(model, prompts)
     change(model)
@@ -227,7 +236,6 @@ def test_norms_in_one_launch_are_those_of_the_model(monkeypatch):
     from replayssm.hf import norm
 
     model = fresh_model()
-    assert not norm.is_known(model.backbone.norm_f)
     monkeypatch.setattr(norm, "pays", lambda _: True)
     assert norm.is_known(model.backbone.norm_f)
     plain, gated = model.backbone.layers[0].norm, model.backbone.layers[0].mixer.norm
@@ -239,17 +247,6 @@ def test_norms_in_one_launch_are_those_of_the_model(monkeypatch):
     prompts = make_prompts("biases", (6, 3, 9))
     texts, _ = generate(fresh_model(), prompts)
     assert texts == [greedy_text("biases", prompt, COUNT) for prompt in prompts]
-
-
-@pytest.fixture
-def as_on_a_gpu(monkeypatch):
-    from replayssm.hf import attachment, linear, norm
-
-    for module in (norm, attachment):
-        monkeypatch.setattr(module, "pays", lambda _: True)
-    monkeypatch.setattr("replayssm.hf.cache.may_pack", lambda _: False)
-    monkeypatch.setattr("replayssm.hf.forward.may_pack", lambda _: False)
-    monkeypatch.setattr(linear, "_plain", linear._alone)
 
 
 @pytest.mark.parametrize("name", ["biases", "tied", "next", "3_5"])
