@@ -37,6 +37,8 @@ class Timer:
         self.device = torch.device(device)
         self._quick = quick
         elements = _COPY[self.device.type] >> (3 if quick else 0)
+        if self.device.type == "cuda":
+            elements = min(elements, torch.cuda.mem_get_info()[0] // 32)  # source and target take a quarter of it
         source = torch.randn(elements, device=self.device)
         target = torch.empty_like(source)
         # A kernel does the copying: within a graph, copy_ becomes a slower memcpy node.
