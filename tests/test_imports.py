@@ -17,7 +17,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"checks", "rounding", "cursors", "dispatch", "custom_op"},
     {"delta_rule"},
-    {"mamba", "conv", "ssd", "gdn_decode", "row_product", "rms_norm"},
+    {"mamba", "conv", "ssd", "gdn_decode", "row_product", "rms_norm", "gumbel"},
     {"batch_invariant_decode"},
     {"cache"},
     {"hf", "models"},
@@ -132,6 +132,7 @@ def test_ops_and_pool_load_neither_triton_nor_transformers(module):
         "gdn_decode",
         "row_product",
         "rms_norm",
+        "gumbel",
         "cache",
         "hf",
         "models",

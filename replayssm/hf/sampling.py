@@ -16,42 +16,7 @@ import torch
 from torch import Tensor
 
 from replayssm.checks import check_integer
-from replayssm.rounding import philox4x32
-
-# Fourth counter word: keeps this stream apart from other uses of the same generator under the same seed.
-_STREAM = 0x47554D42
-_WORD = 0xFFFFFFFF
-
-
-def gumbel_noise(seeds: Tensor, requests: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise for every token id at the given places.
-
-    ``-log(-log(u))`` with ``u = (r + 1/2) / 2^32`` and ``r`` a 32-bit word of Philox-4x32-10 under the key ``seed`` and
-    the counter ``(token id // 4, position, request, constant)``.
-
-    Args:
-        seeds: int64, any shape; all 64 bits are used (``signed_seed``).
-        requests: int64, broadcastable to ``seeds`` like ``positions``: identity of the text, in ``0..2^32-1``.
-        positions: int64, index of the token in its text.
-        vocab_size: number of token ids.
-
-    Returns:
-        float64 of the broadcast shape plus ``[vocab_size]``.
-
-    Example:
-        >>> import torch
-        >>> gumbel_noise(torch.tensor(7), torch.tensor([0, 1]), torch.tensor([5, 5]), 11).shape
-        torch.Size([2, 11])
-    """
-    seeds, requests, positions = torch.broadcast_tensors(seeds, requests, positions)
-    blocks = torch.arange((vocab_size + 3) // 4, dtype=torch.int64, device=requests.device)
-    counter = torch.broadcast_tensors(
-        blocks, positions[..., None] & _WORD, requests[..., None] & _WORD, torch.full_like(blocks, _STREAM)
-    )
-    key = (seeds[..., None] & _WORD, (seeds[..., None] >> 32) & _WORD)
-    words = torch.stack(philox4x32(counter, key), dim=-1).flatten(-2)[..., :vocab_size]
-    uniform = (words.to(torch.float64) + 0.5) * 2.0**-32
-    return uniform.log_().neg_().log_().neg_()
+from replayssm.gumbel import gumbel_noise
 
 
 def signed_seed(seed: int) -> int:

@@ -6,7 +6,8 @@ from tiny_mamba2 import fresh_model, make_prompts, pad, shared_model
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import replayssm.hf as hf
-from replayssm.hf.sampling import Greedy, Gumbel, gumbel_noise, signed_seed
+from replayssm.gumbel import gumbel_noise
+from replayssm.hf.sampling import Greedy, Gumbel, signed_seed
 
 
 def place(seed, requests, positions):
