@@ -15,7 +15,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
-SIZES = [(16, 32, 128, 128), (2, 6, 64, 96), (1, 3, 256, 72), (3, 3, 33, 128), (2, 4, 96, 7), (5, 5, 1, 256)]
 
 
 @pytest.fixture(autouse=True)
@@ -42,22 +41,29 @@ def error(call, expected=None):
     return float(difference / expected.output[live].double().norm())
 
 
-@pytest.mark.parametrize("T", [1, 2, 4, 7, 8, 9, 16])
-@pytest.mark.parametrize("sizes", SIZES)
-def test_outputs_have_the_error_of_fp32(sizes, T):
+@pytest.mark.parametrize(
+    ("T", "sizes"),
+    [
+        (4, (16, 32, 128, 128)), (8, (16, 32, 128, 128)), (16, (2, 6, 64, 96)), (1, (1, 3, 256, 72)),
+        (7, (3, 3, 33, 128)), (9, (2, 4, 96, 7)), (2, (5, 5, 1, 256)),
+    ],
+)  # fmt: skip
+def test_outputs_have_the_error_of_fp32(T, sizes):
     assert error(frozen(3, T, sizes)) < 5e-7
 
 
-@pytest.mark.parametrize(("dtype", "state_dtype"), [(f32, f32), (f16, f32), (bf16, bf16), (f16, f16), (f32, f16)])
-@pytest.mark.parametrize("T", [3, 8, 12])
+@pytest.mark.parametrize(
+    ("T", "dtype", "state_dtype"), [(8, f32, f32), (3, f16, f32), (8, bf16, bf16), (12, f16, f16), (4, f32, f16)]
+)
 def test_types_of_inputs_and_states(T, dtype, state_dtype):
-    assert error(frozen(3, T, (2, 6, 128, 64), dtype=dtype, state_dtype=state_dtype)) < 5e-7
-    assert error(frozen(3, T, (2, 6, 72, 40), dtype=dtype, state_dtype=state_dtype).with_windows(bf16)) < 5e-7
+    call = frozen(3, T, (2, 6, 72, 40), dtype=dtype, state_dtype=state_dtype)
+    assert error(call) < 5e-7
+    assert error(call.with_windows(bf16)) < 5e-7
 
 
 def test_one_product_with_the_state():
     """Without a past correction an output is S q: its error is that of the product alone."""
-    call = frozen(5, 1, (16, 32, 128, 128))
+    call = frozen(5, 1, (2, 6, 128, 64))
     call = replace(call, k=call.k * 0, A_log=call.A_log * 0 - torch.inf)
     assert error(call) < 3e-7
 
@@ -65,8 +71,8 @@ def test_one_product_with_the_state():
 @pytest.mark.parametrize("spread", [6.0, 12.0])
 def test_states_of_wide_range(spread):
     """Rows and columns of the state, and values, with scales over e^±spread."""
-    call = frozen(3, 8, (2, 4, 128, 128))
-    rows, columns = (torch.exp(spread * (2 * torch.rand(128) - 1)) for _ in range(2))
+    call = frozen(3, 8, (2, 6, 128, 64))
+    rows, columns = (torch.exp(spread * (2 * torch.rand(count) - 1)) for count in (64, 128))
     state = call.initial_state * rows[:, None] * columns
     call = replace(call, initial_state=state, v=(call.v.float() * rows).bfloat16())
     with using("reference"):
@@ -80,14 +86,14 @@ def test_states_of_wide_range(spread):
 
 def test_corrections_that_nearly_cancel():
     """Nearly equal keys, beta near 1, hardly a decay, and a state that predicts the values already."""
-    call = frozen(3, 8, (2, 4, 128, 128))
+    call = frozen(3, 8, (2, 6, 128, 64))
     k = (call.k[:, :1].float() + 1e-2 * call.k.float()).bfloat16()
     call = replace(call, k=k, b=call.b.abs() + 4, a=call.a - 8)
     assert error(call) < 2e-6
     unit = k[:, 0].float() / k[:, 0].float().norm(dim=-1, keepdim=True)
     state = call.initial_state.clone()
     for row, slot in call.live():
-        key = unit[row].repeat_interleave(2, 0)
+        key = unit[row].repeat_interleave(3, 0)
         gap = call.v[row, 0].float() - (state[slot] * key[:, None]).sum(-1)
         state[slot] += gap[:, :, None] * key[:, None]
     assert error(replace(call, initial_state=state)) < 2e-6
@@ -100,10 +106,9 @@ def test_corrections_that_nearly_cancel():
         ("A_log", 88.0), ("q", 0.0), ("k", 0.0),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("T", [4, 8])
-def test_extremes(T, name, value):
+def test_extremes(name, value):
     """g = 0, below -1e4, -inf; beta 0 and 1; keys and queries of norm 0."""
-    call = frozen(3, T, (2, 6, 128, 64))
+    call = frozen(3, 8, (2, 6, 128, 64))
     call = replace(call, **{name: getattr(call, name) * 0 + value})
     if name != "q":
         assert error(call) < 2e-6
@@ -128,9 +133,9 @@ def test_a_gate_that_forgets_in_the_middle():
     assert error(replace(call, a=a, A_log=call.A_log * 0 + 40)) < 2e-6
 
 
-@pytest.mark.parametrize("sizes", SIZES[:3])
+@pytest.mark.parametrize("sizes", [(2, 6, 128, 64), (2, 6, 64, 96)])
 def test_windows_have_the_bits_of_simt_and_change_no_output(sizes):
-    call = frozen(3, 6, sizes)
+    call = frozen(3, 8, sizes)
     with_windows = call.with_windows().run()
     assert torch.equal(with_windows.output, call.run().output)
     for ours, simt in zip(with_windows.windows(), call.with_windows().run(backend="simt").windows(), strict=True):
@@ -138,7 +143,7 @@ def test_windows_have_the_bits_of_simt_and_change_no_output(sizes):
     assert torch.equal(as_bytes(with_windows.initial_state), as_bytes(call.initial_state))
 
 
-@pytest.mark.parametrize("T", [4, 8, 16])
+@pytest.mark.parametrize("T", [4, 8])
 def test_a_request_has_the_same_bits_in_every_batch_and_order(T):
     call = frozen(257, T, (16, 32, 128, 128))
     whole = call.run().output
@@ -146,18 +151,16 @@ def test_a_request_has_the_same_bits_in_every_batch_and_order(T):
         assert torch.equal(call.rows(rows).run().output, whole[rows])
 
 
-@pytest.mark.parametrize("T", [1, 3, 8, 11, 16])
+@pytest.mark.parametrize("T", [4, 8, 11])
 def test_no_tile_changes_a_bit(monkeypatch, T):
-    """What the tile may choose by the size of a batch: one kernel or two, that overlap or not, and parts of a row."""
+    """What the tile may choose by the size of a batch: one kernel or two, that overlap or not, and reading ahead."""
     from replayssm.gdn_decode.kernels import tensor_core
 
     call = frozen(3, T, (2, 6, 128, 128)).with_windows()
     chosen = tensor_core.tensor_core_tile
     expected = call.run().memory()
-    for alone, early, block in product((True, False), (True, False), (32, 64, 128)):
-        if alone and (early or block < 128):
-            continue
-        change = {"alone": alone, "early": early, "block": block}
+    for alone, ahead in product((True, False), (True, False)):
+        change = {"alone": alone, "ahead": ahead}
         monkeypatch.setattr(tensor_core, "tensor_core_tile", lambda *a, c=change: chosen(*a)._replace(**c))
         for overlaps in (True, False):
             monkeypatch.setattr(tensor_core, "_overlaps", lambda device, o=overlaps: o)
@@ -166,7 +169,7 @@ def test_no_tile_changes_a_bit(monkeypatch, T):
 
 
 def test_strides_and_index_types_change_no_bit():
-    call = frozen(3, 5, (2, 6, 64, 48))
+    call = frozen(3, 8, (2, 6, 64, 96))
     expected = call.run().output
     apart = {name: torch.stack((getattr(call, name),) * 2, -1)[..., 0] for name in ("q", "k", "v", "a", "b")}
     apart |= {name: torch.stack((getattr(call, name),) * 3, -1)[:, 0] for name in ("A_log", "dt_bias")}
@@ -178,7 +181,7 @@ def test_strides_and_index_types_change_no_bit():
 
 
 def test_a_request_full_of_nan_touches_no_other():
-    call = frozen(4, 6, (2, 4, 128, 64))
+    call = frozen(4, 8, (2, 6, 128, 64))
     clean = call.with_windows().run()
     for name in ("q", "k", "v", "a", "b"):
         spoilt = getattr(call, name).clone()
@@ -191,14 +194,14 @@ def test_a_request_full_of_nan_touches_no_other():
 
 
 def test_padding_alone_writes_nothing():
-    call = frozen(3, 4, (2, 4, 64, 64))
+    call = frozen(3, 8, (2, 6, 128, 64))
     call = replace(call, initial_state_indices=int32([-1, -7, -1])).with_windows()
     after = call.run()
     assert all(torch.equal(a, b) for a, b in zip(after.memory().values(), call.memory().values(), strict=True))
 
 
 def test_graphs_read_inputs_and_slots_anew():
-    call = frozen(5, 8, (2, 8, 128, 128)).with_windows()
+    call = frozen(5, 8, (2, 6, 128, 64)).with_windows()
     call.run()
     fixed = call.clone()
     graph = torch.cuda.CUDAGraph()
@@ -206,7 +209,7 @@ def test_graphs_read_inputs_and_slots_anew():
         mtp(**fixed.arguments())
         mtp(**fixed.arguments())  # the second call's kernels start while the first call's end
     for seed in range(3):
-        other = frozen(5, 8, (2, 8, 128, 128), seed=seed).with_windows()
+        other = frozen(5, 8, (2, 6, 128, 64), seed=seed).with_windows()
         other = replace(other, initial_state_indices=other.initial_state_indices.roll(seed))
         for name in ("q", "k", "v", "a", "b", "A_log", "dt_bias", "initial_state_indices", "initial_state", "output"):
             getattr(fixed, name).copy_(getattr(other, name))

@@ -19,8 +19,10 @@ from replayssm.gdn_decode.configs import tensor_core_tile
 from replayssm.gdn_decode.kernels.common import stride
 from replayssm.gdn_decode.kernels.tensor_core_solve import (
     as_operand,
+    both,
     gates,
     gram,
+    held,
     load_gates,
     load_tokens,
     operand_order,
@@ -47,22 +49,8 @@ def _part(x, OPERAND: tl.constexpr):
 
 
 @triton.jit
-def _held(x, ASM: tl.constexpr):
-    """The tile itself, but nothing that is done with it may move above this line.
-
-    A loaded tile that needs another layout is written to shared memory right behind the load, which waits for it, and
-    later loads start one latency late. Behind this line it cannot be.
-    """
-    if ASM:
-        PACK: tl.constexpr = 32 // x.dtype.primitive_bitwidth
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, PACK)
-    else:
-        return x
-
-
-@triton.jit
 def _solved(solved, head, TP: tl.constexpr):
-    """What ``_solve`` stored: factors of S k and S q ``[2 TP]``, and M by key behind as many zeros ``[TP, 2 TP]``."""
+    """What ``solve_ahead`` stored: factors of S k and S q ``[2 TP]``; M by key behind as many zeros ``[TP, 2 TP]``."""
     solved += head * (2 * TP + TP * TP)
     t = tl.arange(0, TP)[:, None]
     column = tl.arange(0, 2 * TP)
@@ -89,6 +77,23 @@ def _stacked(x, y):
 
 
 @triton.jit
+def _columns(
+    state, first, first_row, rows, K: tl.constexpr, KB: tl.constexpr, BV: tl.constexpr, WARPS: tl.constexpr,
+    E: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """KB columns from ``first`` on of BV rows ``[8, BV / 8, KB / 4E, 4E]``: a thread's share of an operand."""
+    eighth = tl.arange(0, 8)[:, None, None, None]
+    block = tl.arange(0, BV // 8)[None, :, None, None]
+    row = first_row + (block // (2 * WARPS) * WARPS + block % WARPS) * 16 + block // WARPS % 2 * 8 + eighth
+    within = tl.arange(0, 4 * E)[None, None, None, :]
+    column = first + tl.arange(0, KB // (4 * E))[None, None, :, None] * (4 * E) + within
+    if MASKED:
+        return tl.load(state + row * K + column, mask=(row < rows) & (column < K), other=0.0)
+    else:
+        return tl.load(state + row * K + column)
+
+
+@triton.jit
 def _verify(
     state, output, rawv, rawk, g_window, beta_window, q, k, v, read_slots, A_log, a, dt_bias, b, scale, solved,
     s_state, s_out_b, s_out_t, s_rawv, s_rawk, s_g, s_beta, s_q_b, s_q_t, s_q_h, s_q_k, s_k_b, s_k_t, s_k_h, s_k_k,
@@ -96,7 +101,7 @@ def _verify(
     V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, KB: tl.constexpr, BV: tl.constexpr, WARPS: tl.constexpr,
     TP: tl.constexpr, E: tl.constexpr, E_INPUT: tl.constexpr, STATE_PARTS: tl.constexpr, INPUT_PARTS: tl.constexpr,
     K_TYPE: tl.constexpr, V_TYPE: tl.constexpr, OPERAND: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
-    EARLY: tl.constexpr, TOKENS: tl.constexpr, NORM: tl.constexpr,
+    AHEAD: tl.constexpr, TOKENS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Outputs of BV rows of one head, from KB columns of the state at a time; records of v.
 
@@ -105,7 +110,7 @@ def _verify(
     row, and columns of state and keys are multiplied in the order that follows from that.
     """
     PARTS: tl.constexpr = (V + BV - 1) // BV
-    MASKED: tl.constexpr = (V % BV != 0) or (KP != K)
+    MASKED: tl.constexpr = (V % BV != 0) or (KP != K) or TOKENS > 0
     part = tl.program_id(0) % PARTS
     head = tl.program_id(0) // PARTS % HV
     key_head = head // heads_per_key
@@ -119,10 +124,7 @@ def _verify(
         a += request * s_a_b + head * s_a_h
         b += request * s_b_b + head * s_b_h
         A_log_h, a_t, bias, b_t = load_gates(A_log + head * s_A, a, dt_bias + head * s_bias, b, s_a_t, s_b_t, T, TP)
-    row = tl.arange(0, 2 * TP)
-    token = row % TP
-    in_k = (row < TP) & (token < T)
-    in_q = (row >= TP) & (token < T)
+        own_x = both(k, q, 0, s_k_t, s_k_k, s_q_t, s_q_k, T, K, KP, TP, K_TYPE).to(OPERAND)
     n = part * BV + tl.arange(0, BV)
     t = tl.arange(0, TP)
     v_in = (t < T)[:, None] & (n < V)[None, :]
@@ -136,37 +138,22 @@ def _verify(
         go_on = tl.full((), 1, tl.int1)
     if go_on:
         state += slot * s_state + head * (V * K)
-        eighth = tl.arange(0, 8)[:, None, None, None]
-        block = tl.arange(0, BV // 8)[None, :, None, None]
-        chunk = tl.arange(0, KB // (4 * E))[None, None, :, None]
-        within = tl.arange(0, 4 * E)[None, None, None, :]
-        v_row = part * BV + (block // (2 * WARPS) * WARPS + block % WARPS) * 16 + block // WARPS % 2 * 8 + eighth
         # A sum of its own for every size of terms: what the matrix unit adds to a large one, it rounds like that.
         large = tl.zeros((BV, 2 * TP), tl.float32)
         medium = tl.zeros((BV, 2 * TP), tl.float32)
         small = tl.zeros((BV, 2 * TP), tl.float32)
-        if EARLY:
-            if OVERLAP:
-                gdc_wait()
-            factors, M = _solved(solved, request * HV + head, TP)
+        S_next = _columns(state, 0, part * BV, rows, K, KB, BV, WARPS, E, MASKED)
+        x_next = both(k, q, 0, s_k_t, s_k_k, s_q_t, s_q_k, T, K, KB, TP, K_TYPE)
         for first in tl.static_range(0, KP, KB):
-            column = first + chunk * (4 * E) + within
-            at = state + v_row * K + column
-            if MASKED or TOKENS > 0:
-                S = tl.load(at, mask=(v_row < rows) & (column < K), other=0.0)
-            else:
-                S = tl.load(at)
-            c = first + tl.arange(0, KB)
-            keys_in, queries_in = in_k[:, None] & (c < K)[None, :], in_q[:, None] & (c < K)[None, :]
-            keys = tl.load(k + token[:, None] * s_k_t + c[None, :] * s_k_k, mask=keys_in, other=0.0).to(K_TYPE)
-            queries = tl.load(q + token[:, None] * s_q_t + c[None, :] * s_q_k, mask=queries_in, other=0.0)
+            S = S_next
+            x = x_next
+            if AHEAD and first + KB < KP:
+                S_next = _columns(state, first + KB, part * BV, rows, K, KB, BV, WARPS, E, MASKED)
+                x_next = both(k, q, first + KB, s_k_t, s_k_k, s_q_t, s_q_k, T, K, KB, TP, K_TYPE)
             if TOKENS > 0 and first == 0:
-                x = _held(keys.to(OPERAND) + queries.to(OPERAND), ASM)
-                products = gram(
-                    as_operand(own_keys.to(K_TYPE), own_queries, OPERAND), tl.trans(operand_order(x, E_INPUT)), WARPS,
-                    "ieee",
-                )  # fmt: skip
-                g, decay, beta = gates(A_log_h, a_t, bias, b_t, T)
+                left = as_operand(own_keys.to(K_TYPE), own_queries, OPERAND)
+                products = gram(left, tl.trans(operand_order(held(own_x, ASM), E_INPUT)), WARPS, "ieee")
+                g, decay, beta = gates(A_log_h, a_t, bias, b_t, T, ASM)
                 factors, M = solve(products, decay, beta, scale, TOKENS, NORM)
                 one = tl.arange(0, WARPS) == 0
                 factors = tl.sum(tl.where(one[:, None], factors, 0.0), 0)
@@ -174,9 +161,10 @@ def _verify(
                 M = side_by_side(M * 0.0, M)
             S = tl.reshape(S.to(tl.float32), (8, BV // (16 * WARPS), 2, WARPS, KB // (4 * E), 4, E // 2, 2))
             S = tl.reshape(tl.permute(S, (1, 3, 2, 0, 4, 6, 5, 7)), (BV, KB))
-            x0 = operand_order(keys.to(OPERAND) + queries.to(OPERAND), E)
+            x = operand_order(held(x, ASM and AHEAD), E)
+            x0 = x.to(OPERAND)
             if INPUT_PARTS > 1:
-                x0, rest = _part(operand_order(keys.to(tl.float32) + queries.to(tl.float32), E), OPERAND)
+                x0, rest = _part(x.to(tl.float32), OPERAND)
                 x1, rest = _part(rest, OPERAND)
                 x2, _ = _part(rest, OPERAND)
             S0, S = _part(S, OPERAND)
@@ -193,6 +181,9 @@ def _verify(
             if STATE_PARTS > 2:
                 S2, S = _part(S, OPERAND)
                 small = tl.dot(S2, tl.trans(x0), small, input_precision="ieee")
+            if not AHEAD and first + KB < KP:
+                S_next = _columns(state, first + KB, part * BV, rows, K, KB, BV, WARPS, E, MASKED)
+                x_next = both(k, q, first + KB, s_k_t, s_k_k, s_q_t, s_q_k, T, K, KB, TP, K_TYPE)
         if rawv is not None:
             tl.store(
                 rawv + (slot * s_rawv + head * (T * V)) + t[:, None] * V + n[None, :],
@@ -207,13 +198,13 @@ def _verify(
                     own & once, tl.where((rows > 0) & (part == 0), T, 0),
                     (rows > 0) & (part == 0) & (head % heads_per_key == 0),
                 )  # fmt: skip
-        if TOKENS == 0 and not EARLY:
+        if TOKENS == 0:
             if OVERLAP:
                 gdc_wait()
             factors, M = _solved(solved, request * HV + head, TP)
         products = (large + (medium + small)) * factors[None, :]
         Sk, _ = _halves(products)
-        W0, rest = _part(tl.trans(_held(values, ASM)).to(tl.float32) - Sk, OPERAND)
+        W0, rest = _part(tl.trans(held(values, ASM)).to(tl.float32) - Sk, OPERAND)
         W1, rest = _part(rest, OPERAND)
         W2, _ = _part(rest, OPERAND)
         M0, rest = _part(M, OPERAND)
@@ -223,7 +214,8 @@ def _verify(
         W = side_by_side(side_by_side(W0, W0), side_by_side(W1, W0))
         M = _stacked(_stacked(M0 * 0, M0 * 0), _stacked(M1, M2))
         W = side_by_side(W, side_by_side(side_by_side(W2, W1), side_by_side(W0, W0)))
-        M = _stacked(M, _stacked(_stacked(M0, M0), _stacked(M1, M0)))
+        # Held: else the last reshape moves behind the write to shared memory, from which Triton 3.6 then reads wrongly.
+        M = held(_stacked(M, _stacked(_stacked(M0, M0), _stacked(M1, M0))), ASM)
         _, out = _halves(products + tl.dot(W, M, input_precision="ieee"))
         to = output + request * s_out_b + head * V + t[None, :] * s_out_t + n[:, None]
         tl.store(to, out.to(output.dtype.element_ty), mask=(t < T)[None, :] & (n < rows)[:, None])
@@ -235,6 +227,12 @@ def _verify(
 def _overlaps(device: torch.device) -> bool:
     """Whether the second kernel may start before the first has ended: from SM90 on."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@cache
+def _one_kernel_is_the_same(device: torch.device) -> bool:
+    """Whether the form in one kernel has the bits of the one in two: tested for SM90."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def verify(
@@ -265,9 +263,8 @@ def verify(
     overlap = _overlaps(q.device) and not interpreted
     parts, wide = _PARTS[q.dtype], 16 // q.element_size()
     k_type = k.dtype if rawk is None else rawk.dtype
-    tile = tensor_core_tile(
-        V, K, initial_state.element_size(), q.element_size(), T, batch * HV, parts == 1 and not interpreted
-    )  # fmt: skip
+    exact = parts == 1 and _one_kernel_is_the_same(q.device)
+    tile = tensor_core_tile(V, K, initial_state.element_size(), q.element_size(), T, batch * HV, exact)
     gate_inputs = A_log, a, dt_bias, b
     gate_strides = A_log.stride(0), *a.stride(), dt_bias.stride(0), *b.stride()
     record_strides = stride(rawk, 0), stride(g_window, 0), stride(beta_window, 0)
@@ -279,12 +276,10 @@ def verify(
             *q.stride(), *k.stride(), initial_state_indices.stride(0), *gate_strides, HV, HV // H,
             T=T, TP=tile.tokens, K=K, KP=tile.columns, E=wide, NORM=use_qk_l2norm,
             OPERAND=_TYPES[q.dtype] if parts == 1 or k_type == q.dtype else tl.float32,
-            PRECISION="ieee" if interpreted else "tf32x3", OVERLAP=overlap, num_warps=1,
+            PRECISION="ieee" if interpreted else "tf32x3", ASM=overlap, OVERLAP=overlap, num_warps=1,
             enable_fp_fusion=False,
         )  # fmt: skip
-    options = {"maxnreg": tile.registers} if overlap else {}
-    if overlap and not tile.alone:
-        options["launch_pdl"] = True
+    options = {"launch_pdl": True} if overlap and not tile.alone else {}
     _verify[(batch * HV * triton.cdiv(V, tile.rows),)](
         initial_state, output, rawv, rawk, g_window, beta_window, q, k, v, initial_state_indices, *gate_inputs, scale,
         solved, initial_state.stride(0), *output.stride()[:2], stride(rawv, 0), *record_strides, *q.stride(),
@@ -293,6 +288,6 @@ def verify(
         E=16 // initial_state.element_size(), E_INPUT=wide, STATE_PARTS=_PARTS[initial_state.dtype], INPUT_PARTS=parts,
         K_TYPE=_TYPES[k_type], V_TYPE=_TYPES[v.dtype if rawv is None else rawv.dtype],
         OPERAND=tl.float32 if interpreted else tl.bfloat16, ASM=overlap, OVERLAP=overlap and not tile.alone,
-        EARLY=tile.early, TOKENS=T if tile.alone else 0, NORM=use_qk_l2norm,
+        AHEAD=tile.ahead, TOKENS=T if tile.alone else 0, NORM=use_qk_l2norm,
         num_warps=tile.warps, num_stages=1, enable_fp_fusion=False, **options,
     )  # fmt: skip

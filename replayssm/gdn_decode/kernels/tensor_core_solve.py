@@ -8,7 +8,21 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from replayssm.delta_rule.kernels import exp, inverse_norm, log_decay, strength
+from replayssm.delta_rule.kernels import exp, log_decay, strength
+
+
+@triton.jit
+def held(x, ASM: tl.constexpr):
+    """The tile itself, but the compiler neither moves what is done with it above this line nor what was done below it.
+
+    A loaded tile that needs another layout is written to shared memory right behind the load, which waits for it, so
+    that later loads start one latency late. Behind this line it is not.
+    """
+    if ASM:
+        PACK: tl.constexpr = 32 // x.dtype.primitive_bitwidth
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, PACK)
+    else:
+        return x
 
 
 @triton.jit
@@ -30,6 +44,24 @@ def load_tokens(
     inside = (token < T) & (c < K)
     keys = tl.load(k + token * s_k_t + c * s_k_k, mask=inside, other=0.0)
     return keys, tl.load(q + token * s_q_t + c * s_q_k, mask=inside, other=0.0), token, c, inside
+
+
+@triton.jit
+def both(
+    k, q, first, s_k_t, s_k_k, s_q_t, s_q_k, T,
+    K: tl.constexpr, COLUMNS: tl.constexpr, TP: tl.constexpr, K_TYPE: tl.constexpr,
+):  # fmt: skip
+    """Columns from ``first`` on of the keys, rounded to a type, and below them of the queries, ``[2 TP, COLUMNS]``."""
+    row = tl.arange(0, 2 * TP)
+    token = row % TP
+    c = first + tl.arange(0, COLUMNS)
+    inside = (token < T)[:, None] & (c < K)[None, :]
+    keys = tl.load(k + token[:, None] * s_k_t + c[None, :] * s_k_k, mask=inside & (row < TP)[:, None], other=0.0)
+    queries = tl.load(q + token[:, None] * s_q_t + c[None, :] * s_q_k, mask=inside & (row >= TP)[:, None], other=0.0)
+    if queries.dtype == K_TYPE:
+        return keys.to(K_TYPE) + queries
+    else:
+        return keys.to(K_TYPE).to(tl.float32) + queries.to(tl.float32)
 
 
 @triton.jit
@@ -79,42 +111,62 @@ def load_gates(A_log, a, dt_bias, b, s_a_t, s_b_t, T, TP: tl.constexpr):
 
 
 @triton.jit
-def gates(A_log, a, dt_bias, b, T):
+def gates(A_log, a, dt_bias, b, T, ASM: tl.constexpr):
     """Log decay, decay and beta of the tokens ``[TP]``; a decay of 1 and any beta beyond T."""
     g = log_decay(A_log, a, dt_bias)
-    return g, tl.where(tl.arange(0, a.shape[0]) < T, exp(g), 1.0), strength(b)
+    decay = tl.where(tl.arange(0, a.shape[0]) < T, exp(g), 1.0)
+    # Held, as the compiler would compute them again for every layout in which they are used.
+    return held(g, ASM), held(decay, ASM), held(strength(b), ASM)
+
+
+@triton.jit
+def _inverse_norm(squares):
+    """``1 / sqrt(x + 1e-6)``: the hardware's approximation, and a step of Newton's method."""
+    x = squares + 1e-6
+    y = tl.rsqrt(x)
+    return y * tl.fma(-0.5 * x * y, y, 1.5)
 
 
 @triton.jit
 def solve(products, decay, beta, scale, T: tl.constexpr, NORM: tl.constexpr):
     """Factors of S k and S q ``[COPIES, 2 TP]`` and ``M = F (I + A)^-1 diag(beta)`` ``[COPIES, TP, TP]``.
 
-    Backward substitution in fp32, a column of M at a time. Only sums with one term that is not zero are formed across
-    threads, so that every layout gives the same bits.
+    With ``A = diag(beta) L`` that is the solution of ``M (I + L diag(beta)) = F diag(beta)``, found in fp32 by backward
+    substitution, a column of M at a time. Only sums with one term that is not zero are formed across threads, so that
+    every layout gives the same bits.
     """
     COPIES: tl.constexpr = products.shape[0]
     TP: tl.constexpr = products.shape[1] // 2
     row = tl.arange(0, 2 * TP)
-    t = tl.arange(0, TP)
-    prefix = tl.sum(tl.where(t[None, :] == (row % TP)[:, None], tl.cumprod(decay, 0)[None, :], 0.0), 1)
+    t = tl.arange(0, TP)[None, :, None]
+    j = tl.arange(0, TP)[None, None, :]
+    # Products of decays, not differences of sums of logarithms, which may be infinite. Numbers, which are in every
+    # thread, become part of tiles without an exchange between layouts.
+    between = tl.full((1, TP, TP), 1.0, tl.float32)
+    prefix = tl.full((2 * TP,), 1.0, tl.float32)
+    strengths = tl.full((1, 1, TP), 0.0, tl.float32)
+    for i in tl.static_range(T):
+        here = tl.arange(0, TP) == i
+        number = tl.sum(tl.where(here, decay, 0.0), 0)
+        between = between * tl.where((t >= i) & (j < i), number, 1.0)
+        prefix = prefix * tl.where(row % TP >= i, number, 1.0)
+        strengths = tl.where(j == i, tl.sum(tl.where(here, beta, 0.0), 0), strengths)
     factors = (prefix * tl.where(row < TP, 1.0, scale))[None, :]
     if NORM:
         squares = tl.where(row[None, :, None] == row[None, None, :], products, 0.0)
-        norms = inverse_norm(tl.sum(squares, 2))
-        products = products * norms[:, :, None] * inverse_norm(tl.sum(squares, 1))[:, None, :]
+        norms = _inverse_norm(tl.sum(squares, 2))
+        products = products * norms[:, :, None] * _inverse_norm(tl.sum(squares, 1))[:, None, :]
         factors = factors * norms
     left, _ = tl.split(tl.permute(tl.reshape(products, (COPIES, 2, TP, 2, TP)), (0, 2, 4, 1, 3)))
     kk, qk = tl.split(left)
-    later = (t[:, None] > t[None, :])[None, :, :]
-    # Products of decays, not differences of sums of logarithms, which may be infinite.
-    between = tl.cumprod(tl.where(later, decay[None, :, None], 1.0), 1)
-    system = tl.where(later, kk * between * beta[None, :, None], 0.0)
-    M = tl.where((t[:, None] >= t[None, :])[None, :, :], qk * between * scale, 0.0)
+    weights = between * strengths
+    system = tl.where(t > j, kk * weights, 0.0)
+    M = tl.where(t >= j, qk * weights * scale, 0.0)
     for i in tl.static_range(T - 1):
-        column = tl.sum(tl.where(t[None, None, :] == T - 1 - i, M, 0.0), 2)
-        equation = tl.sum(tl.where(t[None, :, None] == T - 1 - i, system, 0.0), 1)
+        column = tl.sum(tl.where(j == T - 1 - i, M, 0.0), 2)
+        equation = tl.sum(tl.where(t == T - 1 - i, system, 0.0), 1)
         M = tl.fma(-column[:, :, None], equation[:, None, :], M)
-    return factors, M * beta[None, None, :]
+    return factors, M
 
 
 @triton.jit
@@ -133,7 +185,7 @@ def solve_ahead(
     s_rawk, s_g, s_beta, s_q_b, s_q_t, s_q_h, s_q_k, s_k_b, s_k_t, s_k_h, s_k_k, s_read, s_A, s_a_b, s_a_t, s_a_h,
     s_bias, s_b_b, s_b_t, s_b_h, HV, heads_per_key,
     T: tl.constexpr, TP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, E: tl.constexpr, NORM: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Store the factors and M of one head for the kernel that reads states; records of k, g, beta."""
     if OVERLAP:
@@ -149,7 +201,7 @@ def solve_ahead(
     A_log_h, a_t, bias, b_t = load_gates(A_log + head * s_A, a, dt_bias + head * s_bias, b, s_a_t, s_b_t, T, TP)
     slot = tl.load(read_slots + request * s_read).to(tl.int64)
     # No branch on the slot: loads would be moved behind it, one latency later.
-    g, decay, beta = gates(A_log_h, a_t, bias, b_t, T)
+    g, decay, beta = gates(A_log_h, a_t, bias, b_t, T, ASM)
     if rawk is not None:
         keys = keys.to(rawk.dtype.element_ty)
         record(
