@@ -33,6 +33,7 @@ OPS = {
     ),
     "replayssm.row_product": ("row_product",),
     "replayssm.rms_norm": ("rms_norm",),
+    "replayssm.gumbel": ("gumbel_noise",),
 }
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "numpy")
 
