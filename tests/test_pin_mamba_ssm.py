@@ -32,13 +32,13 @@ def installed(monkeypatch):
 
 
 def test_only_the_class_of_eight_heads_and_four_warps_stays(installed):
-    configs = [config(1), config(4), config(8), config(16), config(32, warps=8), config(64)]
+    configs = [config(1), config(4), config(8, warps=8), config(8), config(16), config(64)]
     installed._chunk_cumsum_fwd_kernel.configs = configs
     pin_mamba_ssm()
-    assert installed._chunk_cumsum_fwd_kernel.configs == [configs[2], configs[3], configs[5]]
+    assert installed._chunk_cumsum_fwd_kernel.configs == [configs[3]]
     assert installed._chunk_cumsum_fwd_kernel.cache == {}
     pin_mamba_ssm()
-    assert len(installed._chunk_cumsum_fwd_kernel.configs) == 3
+    assert len(installed._chunk_cumsum_fwd_kernel.configs) == 1
 
 
 def test_without_mamba_ssm(monkeypatch):
@@ -52,7 +52,7 @@ def test_without_mamba_ssm(monkeypatch):
     [
         ([], "autotuned configs of BLOCK_SIZE_H"),
         ([config(8, name="BLOCK")], "autotuned configs of BLOCK_SIZE_H"),
-        ([config(2), config(8, warps=8)], r"BLOCK_SIZE_H >= 8 and 4 warps, got \[\(2, 4\), \(8, 8\)\]"),
+        ([config(2), config(8, warps=8)], r"BLOCK_SIZE_H = 8 and 4 warps, got \[\(2, 4\), \(8, 8\)\]"),
     ],
 )
 def test_another_version_is_refused_and_left_alone(installed, configs, message):

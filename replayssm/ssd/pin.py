@@ -18,9 +18,9 @@ def pin_mamba_ssm() -> None:
     """Restrict mamba_ssm's chunk scan in this process to sums of dt in the order that ``replayssm.ssd`` keeps.
 
     mamba_ssm measures at run time which tile its kernels take. Of its five forward kernels only the cumulative sum
-    gives other bits with another tile (``docs/numerics.md`` §5): with fewer than 8 heads. So a trainer that wants its
-    forward pass, and decode with replayssm, to have the same bits in every process calls this once, before the first
-    scan. With a CUDA device present, sums of every supported chunk size are then computed by both and compared.
+    gives other bits with another tile (``docs/numerics.md`` §5): with fewer than 8 heads, and for chunks below 64 with
+    more. So a trainer that wants its forward pass, and decode with replayssm, to have the same bits in every process
+    calls this once, before the first scan. With a CUDA device present, sums of every supported chunk size are then computed by both and compared.
 
     Raises:
         ImportError: mamba_ssm, or its Triton kernels, cannot be imported.
@@ -44,11 +44,11 @@ def pin_mamba_ssm() -> None:
             f"pin_mamba_ssm: expected {_MODULE}.{_KERNEL} with autotuned configs of {_BLOCK}, got {kernel!r}; this "
             "version of mamba_ssm is not known"
         )
-    kept = [config for config in configs if config.kwargs[_BLOCK] >= _HEADS and config.num_warps == _WARPS]
+    kept = [config for config in configs if config.kwargs[_BLOCK] == _HEADS and config.num_warps == _WARPS]
     if not kept:
         found = [(config.kwargs[_BLOCK], config.num_warps) for config in configs]
         raise RuntimeError(
-            f"pin_mamba_ssm: expected a config of {_KERNEL} with {_BLOCK} >= {_HEADS} and {_WARPS} warps, got {found}"
+            f"pin_mamba_ssm: expected a config of {_KERNEL} with {_BLOCK} = {_HEADS} and {_WARPS} warps, got {found}"
         )
     kernel.configs = kept
     getattr(kernel, "cache", {}).clear()  # choices of earlier calls

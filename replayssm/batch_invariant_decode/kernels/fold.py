@@ -9,28 +9,32 @@ from replayssm.ssd.kernels.arithmetic import finished, fold_columns, holds_no_nu
 
 @triton.jit
 def score(
-    state, C, x_rows, x, weights, decays, p_in, p, start, first, before, rows, stored, x_row, s_x, seq_len, ring_len,
-    ROWS: tl.constexpr, BT: tl.constexpr, OPERAND: tl.constexpr,
+    carried, x_rows, x, weights, decays, p_in, p, start, first, before, rows, stored, x_row, s_x, seq_len, ring_len,
+    ROWS: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr, CAREFUL: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """``y`` [rows of the state, tokens] before skip and gate, from the ``rows`` rows of the chunk at ``first``.
 
-    Token i is row ``before + i`` of the chunk. Columns of tokens that lie in another chunk hold nothing of use.
+    ``carried`` is the state times C. Token i is row ``before + i`` of the chunk. Columns of tokens that lie in another
+    chunk hold nothing of use.
     """
-    t = tl.arange(0, C.shape[1])
+    t = tl.arange(0, carried.shape[1])
     token = tl.arange(0, BT)
     decay = tl.load(decays + t, mask=t < seq_len, other=0.0)
-    y = tl.dot(state.to(OPERAND), C, input_precision="ieee") * decay[None, :]
-    for j0 in range(0, rows, BT):
+    y = carried * decay[None, :]
+    for j0 in tl.range(0, rows, BT, num_stages=STAGES):
         j = j0 + token
         w = tl.load(weights + (t * ROWS)[None, :] + j[:, None], mask=(t < seq_len)[None, :], other=0.0)
         at = row_pointers(x_rows, x_row, x, s_x, start, first + j, stored, ring_len)
         tile = tl.load(at[:, None] + p[None, :], mask=(j < rows)[:, None] & p_in[None, :], other=0.0)
-        # Zero times a later token that is no number would reach an earlier one.
-        if j0 + BT > before + 1 and holds_no_number(tile) != 0:
-            old = y
-            for i in range(0, seq_len):
-                seen = tl.where((j <= before + i)[:, None], tile, 0.0).to(OPERAND)
-                y = tl.where((t == i)[None, :], tl.dot(tl.trans(seen), w, old, input_precision="ieee"), y)
+        if CAREFUL:
+            # Zero times a later token that is no number would reach an earlier one.
+            if j0 + BT > before + 1 and holds_no_number(tile) != 0:
+                old = y
+                for i in range(0, seq_len):
+                    seen = tl.where((j <= before + i)[:, None], tile, 0.0).to(OPERAND)
+                    y = tl.where((t == i)[None, :], tl.dot(tl.trans(seen), w, old, input_precision="ieee"), y)
+            else:
+                y = tl.dot(tl.trans(tile), w, y, input_precision="ieee")
         else:
             y = tl.dot(tl.trans(tile), w, y, input_precision="ieee")
     return y
@@ -100,9 +104,10 @@ def cross_chunks(
             before = live - first
             if before < chunk_size:
                 rows = tl.minimum(before + seq_len, chunk_size)
+                carried = tl.dot(block.to(OPERAND), C, input_precision="ieee")
                 y = score(
-                    block, C, x_rows, x, weights, decays, q_in, q, start, first, before, rows, stored, x_row, s_x,
-                    seq_len, ring_len, ROWS, BT, OPERAND,
+                    carried, x_rows, x, weights, decays, q_in, q, start, first, before, rows, stored, x_row, s_x,
+                    seq_len, ring_len, ROWS, BT, 1, LAZY, OPERAND,
                 )  # fmt: skip
                 mine = q_in[:, None] & ((t >= -before) & (t < rows - before))[None, :]
                 x_new, gate = tokens_of(x, z, D, q, mine, t, s_x, s_z)

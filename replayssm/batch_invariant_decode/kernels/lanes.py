@@ -40,7 +40,7 @@ def lane_rows(lane, slots, num_buffered, ring_start, chunk_starts, FLAT: tl.cons
 
 
 @triton.jit
-def append(rows, new, s_row, s_new, start, live, seq_len, ring_len, first, count,
+def _append(rows, new, s_row, s_new, start, live, seq_len, ring_len, first, count,
            TOGETHER: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
     """Store elements ``first..first + count`` of every new row, some rows at a time."""
     e = first + tl.arange(0, WIDTH)
@@ -50,3 +50,48 @@ def append(rows, new, s_row, s_new, start, live, seq_len, ring_len, first, count
         value = tl.load(new + (t * s_new)[:, None] + e[None, :], mask=mask)
         at = ring_row(start, live + t, ring_len) * s_row
         tl.store(rows + at[:, None] + e[None, :], value, mask=mask)
+
+
+@triton.jit
+def store_rows(
+    x_rows, z_rows, dt_rows, B_rows, C_rows, x, z, dt, B, C, slot, first_head, group, count, block, part,
+    s_x_row, s_dt_row, s_B_row, s_z_slot, s_C_slot, s_x, s_z, s_dt, s_B, s_C, start, live, seq_len, ring_len,
+    P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, HEADS: tl.constexpr, BP: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """Store the new rows behind the live ones, which no program reads in this call."""
+    first = part * BP
+    width = tl.minimum(BP, P - first)
+    for i in range(0, count):
+        _append(x_rows + i * P, x + i * P, s_x_row, s_x, start, live, seq_len, ring_len, first, width, TOGETHER, BP)
+        if z_rows is not None and z is not None:
+            z_at = z_rows + slot * s_z_slot + (first_head + i) * P
+            _append(z_at, z + i * P, s_x_row, s_z, start, live, seq_len, ring_len, first, width, TOGETHER, BP)
+    if part == 0:
+        _append(dt_rows, dt, s_dt_row, s_dt, start, live, seq_len, ring_len, first_head, count, TOGETHER, HEADS)
+        if block == 0:
+            _append(B_rows, B, s_B_row, s_B, start, live, seq_len, ring_len, 0, N, TOGETHER, NP)
+            if C_rows is not None:
+                C_to = C_rows + slot * s_C_slot + group * N
+                _append(C_to, C, s_B_row, s_C, start, live, seq_len, ring_len, 0, N, TOGETHER, NP)
+
+
+@triton.jit
+def move_cursors(num_buffered, ring_start, slot, start, live, ring_len, chunk_size, folds, full, LAZY: tl.constexpr):
+    """The lane's cursors behind a step; with ``LAZY`` its tokens are not committed yet."""
+    if LAZY:
+        passed = tl.where(folds, chunk_size, 0)
+        tl.store(ring_start + slot, ring_row(start, passed, ring_len).to(tl.int32))
+        tl.store(num_buffered + slot, live - passed)
+    else:
+        tl.store(num_buffered + slot, tl.where(full, 0, live + 1))
+
+
+@triton.jit
+def pad(out, target_rows, chunk_flags, lane, leads, p, p_in, seq_len, s_out, TOKENS: tl.constexpr):
+    """What an inactive lane returns: exact zeros."""
+    t = tl.arange(0, TOKENS)
+    zero = tl.zeros((p.shape[0], TOKENS), out.dtype.element_ty)
+    tl.store(out + (t * s_out)[None, :] + p[:, None], zero, mask=p_in[:, None] & (t < seq_len)[None, :])
+    if leads:
+        tl.store(target_rows + lane, -1)
+        tl.store(chunk_flags + lane, 0)

@@ -1,14 +1,16 @@
-"""The launchers of the step: one launch for a layer, whatever its lanes do."""
+"""The launchers of the step: one launch for few lanes, two for many."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from replayssm.batch_invariant_decode.configs import step_tile
+from replayssm.batch_invariant_decode.configs import BatchTile, StepTile, batch_tile, step_tile
+from replayssm.batch_invariant_decode.kernels.batch import prepare_kernel, score_kernel
 from replayssm.batch_invariant_decode.kernels.step import step_kernel
 from replayssm.ssd.configs import padded
 from replayssm.ssd.kernels.launch import OPERANDS, packed, stride
@@ -56,10 +58,12 @@ def step(
     """See ``batch_invariant_decode_buffered_scan``; with ``ring_start`` folds are lazy and no token is committed."""
     rows = Rows(x_rows, z_rows, dt_rows, B_rows, C_rows)
     new = Rows(packed(x, 2), None if z is None else packed(z, 2), packed(dt, 2), packed(B, 2), packed(C, 2))
-    _launch(
-        ssm_state, shadow, arrivals, rows, new, x_rows.shape[1], num_buffered, ring_start, batch_indices, None,
-        target_rows, chunk_flags, out, A, D, dt_bias, chunk_size, dt_softplus, dt_min, dt_max,
+    call = _Call(
+        ssm_state, shadow, rows, new, x_rows.shape[1], num_buffered, ring_start, packed(batch_indices, 0), None,
+        target_rows, chunk_flags, out, packed(A, 0), D, None if dt_bias is None else packed(dt_bias, 0), chunk_size,
+        dt_softplus, dt_min, dt_max,
     )  # fmt: skip
+    _launch(call, arrivals)
 
 
 def decode_rows(
@@ -87,43 +91,123 @@ def decode_rows(
     flat = [None if t is None else packed(t).unsqueeze(0) for t in (x, z, dt, B, C)]
     rows = Rows(*flat)  # type: ignore[arg-type]
     tokens = Rows(*(None if t is None else t.expand(1, *t.shape[1:]) for t in flat))  # type: ignore[arg-type]
-    _launch(
-        initial_states, None, None, rows, tokens, (1 << 31) - 1, target_rows, None, slots, chunk_starts, target_rows,
-        chunk_flags, out.unsqueeze(1), A, D, dt_bias, chunk_size, dt_softplus, dt_min, dt_max,
+    call = _Call(
+        initial_states, None, rows, tokens, (1 << 31) - 1, target_rows, None, packed(slots, 0), chunk_starts,
+        target_rows, chunk_flags, out.unsqueeze(1), packed(A, 0), D, None if dt_bias is None else packed(dt_bias, 0),
+        chunk_size, dt_softplus, dt_min, dt_max,
     )  # fmt: skip
+    _launch(call, None)
 
 
-def _launch(
-    ssm_state: Tensor, shadow: Tensor | None, arrivals: Tensor | None, rows: Rows, new: Rows, ring_len: int,
-    num_buffered: Tensor, ring_start: Tensor | None, slots: Tensor, chunk_starts: Tensor | None, target_rows: Tensor,
-    chunk_flags: Tensor, out: Tensor, A: Tensor, D: Tensor | None, dt_bias: Tensor | None, chunk_size: int,
-    dt_softplus: bool, dt_min: float, dt_max: float,
-) -> None:  # fmt: skip
-    """One launch. With ``chunk_starts`` the rows are flat: nothing is appended, and cursors are given by lane."""
-    (lanes, T, H, P), (G, N) = out.shape, rows.B.shape[2:]
+class _Call(NamedTuple):
+    """What both forms of a step take, with the tensors packed as kernels want them."""
+
+    ssm_state: Tensor
+    shadow: Tensor | None
+    rows: Rows
+    new: Rows
+    ring_len: int
+    num_buffered: Tensor
+    ring_start: Tensor | None
+    slots: Tensor
+    chunk_starts: Tensor | None
+    target_rows: Tensor
+    chunk_flags: Tensor
+    out: Tensor
+    A: Tensor
+    D: Tensor | None
+    dt_bias: Tensor | None
+    chunk_size: int
+    dt_softplus: bool
+    dt_min: float
+    dt_max: float
+
+    def by_lane(self, tensor: Tensor | None) -> int:
+        """Stride from lane to lane; in a flat call a lane's tokens are found by their row."""
+        return 0 if self.chunk_starts is not None else stride(tensor)
+
+    def skip_strides(self) -> tuple[int, int]:
+        """Strides of D by head and by element."""
+        return stride(self.D), 0 if self.D is None or self.D.dim() == 1 else self.D.stride(1)
+
+    def constants(self) -> dict[str, Any]:
+        """What both forms compile in."""
+        T, (P, N) = self.out.shape[1], self.ssm_state.shape[2:]
+        return {
+            "P": P, "N": N, "NP": padded(N), "ROWS": padded(self.chunk_size), "TOKENS": padded(T),
+            "OPERAND": OPERANDS[self.new.x.dtype],
+        }  # fmt: skip
+
+
+def _launch(call: _Call, arrivals: Tensor | None) -> None:
+    """Choose the form by the size of the batch."""
+    (lanes, T, H, P), N = call.out.shape, call.ssm_state.shape[3]
     if lanes == 0 or H * P * N == 0:
         return
-    flat, per_group = chunk_starts is not None, H // G
+    element = call.new.x.element_size()
+    tile = None if call.chunk_starts is not None else batch_tile(P, N, call.chunk_size, element, T, lanes * H)
+    if tile is None:
+        _launch_one(call, step_tile(P, N, element), arrivals)
+    else:
+        _launch_two(call, tile)
+
+
+def _launch_one(call: _Call, tile: StepTile, arrivals: Tensor | None) -> None:
+    """One launch. With ``chunk_starts`` the rows are flat: nothing is appended, and cursors are given by lane."""
+    (lanes, T, H, P), G = call.out.shape, call.rows.B.shape[2]
+    flat, rows, new = call.chunk_starts is not None, call.rows, call.new
     if arrivals is None and not flat:
-        arrivals = torch.zeros(lanes, dtype=torch.int32, device=out.device)
-    slots, A = packed(slots, 0), packed(A, 0)
-    dt_bias = None if dt_bias is None else packed(dt_bias, 0)
-    tile = step_tile(P, N, new.x.element_size(), T, per_group, lanes * H)
-    by_lane = lambda tensor: 0 if flat or tensor is None else tensor.stride(0)  # noqa: E731
-    step_kernel[(lanes * G * triton.cdiv(per_group, tile.heads) * triton.cdiv(P, tile.rows),)](
-        ssm_state, shadow, *rows, *new, A, D, dt_bias, out,
-        num_buffered, ring_start, slots, chunk_starts, arrivals, target_rows, chunk_flags,
-        *scratch(lanes, H, T, padded(chunk_size), new.x),
-        ssm_state.stride(0), stride(shadow), *(stride(tensor) for tensor in rows),
+        arrivals = torch.zeros(lanes, dtype=torch.int32, device=call.out.device)
+    step_kernel[(lanes * H * triton.cdiv(P, tile.rows), 1 if flat else 2)](
+        call.ssm_state, call.shadow, *rows, *new, call.A, call.D, call.dt_bias, call.out,
+        call.num_buffered, call.ring_start, call.slots, call.chunk_starts, arrivals, call.target_rows,
+        call.chunk_flags, *scratch(lanes, H, T, padded(call.chunk_size), new.x),
+        call.ssm_state.stride(0), stride(call.shadow), *(stride(tensor) for tensor in rows),
         rows.x.stride(1), rows.dt.stride(1), rows.B.stride(1),
-        *(by_lane(tensor) for tensor in new), *(stride(tensor, 1) for tensor in new), out.stride(0), out.stride(1),
-        stride(D), 0 if D is None or D.dim() == 1 else D.stride(1), T, ring_len, H, G, per_group, chunk_size,
-        dt_min, dt_max, P=P, N=N, NP=padded(N), BN=tile.columns, ROWS=padded(chunk_size), TOKENS=padded(T),
-        HEADS=tile.heads, BP=tile.rows, FP=tile.fold_rows, BT=min(tile.fold_tokens, padded(chunk_size)),
-        STAGES=tile.stages, TOGETHER=1 if T == 1 else 4, ONE=T == 1, SOFTPLUS=dt_softplus,
-        LAZY=ring_start is not None, FLAT=flat, OPERAND=OPERANDS[new.x.dtype], num_warps=tile.warps,
-        maxnreg=tile.registers,
+        *(call.by_lane(tensor) for tensor in new), *(stride(tensor, 1) for tensor in new),
+        call.out.stride(0), call.out.stride(1), *call.skip_strides(), T, call.ring_len, H, G, H // G, call.chunk_size,
+        call.dt_min, call.dt_max, BN=tile.columns, BP=tile.rows, FP=tile.fold_rows,
+        BT=min(tile.fold_tokens, padded(call.chunk_size)), TOGETHER=1 if T == 1 else 4, ONE=T == 1,
+        SOFTPLUS=call.dt_softplus, LAZY=call.ring_start is not None, FLAT=flat, num_warps=tile.warps,
+        maxnreg=tile.registers, **call.constants(),
     )  # fmt: skip
+
+
+def _launch_two(call: _Call, tile: BatchTile) -> None:
+    """Weights first, then the states, the second launch beginning while the first still runs."""
+    (lanes, T, H, P), G = call.out.shape, call.rows.B.shape[2]
+    rows, new, overlap = call.rows, call.new, overlapping(call.out.device)
+    cursors = torch.empty(lanes, 2, dtype=torch.int32, device=call.out.device)
+    work = (cursors, *scratch(lanes, H, T, padded(call.chunk_size), new.x))
+    shared = {**call.constants(), "OVERLAP": overlap}
+    prepare_kernel[(lanes * G * triton.cdiv(H // G, tile.heads), 2)](
+        *rows, *new, call.A, call.dt_bias, call.num_buffered, call.ring_start, call.slots, *work,
+        *(stride(tensor) for tensor in rows), rows.x.stride(1), rows.dt.stride(1), rows.B.stride(1),
+        *(stride(tensor) for tensor in new), *(stride(tensor, 1) for tensor in new),
+        T, call.ring_len, H, G, H // G, call.chunk_size, call.dt_min, call.dt_max,
+        BN=tile.prepare_columns, HEADS=tile.heads, BP=padded(P), TOGETHER=1 if T == 1 else 4,
+        SOFTPLUS=call.dt_softplus, num_warps=4, maxnreg=tile.prepare_registers, **shared,
+    )  # fmt: skip
+    columns = min(tile.columns, padded(call.ssm_state.shape[3]))
+    score_kernel[(lanes * H * triton.cdiv(P, tile.rows),)](
+        call.ssm_state, call.shadow, rows.x, rows.B, new.x, new.z, new.B, new.C, call.D, call.out,
+        call.num_buffered, call.ring_start, call.slots, call.target_rows, call.chunk_flags, *work,
+        call.ssm_state.stride(0), stride(call.shadow), stride(rows.x), stride(rows.B), rows.x.stride(1),
+        rows.B.stride(1), stride(new.x), stride(new.z), stride(new.B), stride(new.C),
+        stride(new.x, 1), stride(new.z, 1), stride(new.B, 1), stride(new.C, 1),
+        call.out.stride(0), call.out.stride(1), *call.skip_strides(), T, call.ring_len, H, H // G, call.chunk_size,
+        BN=columns, BP=tile.rows, FP=tile.fold_rows, BT=min(tile.tokens, padded(call.chunk_size)),
+        STAGES=shared["NP"] // columns, ONE=T == 1, LAZY=call.ring_start is not None, num_warps=tile.warps,
+        maxnreg=tile.registers, launch_pdl=overlap, **shared,
+    )  # fmt: skip
+
+
+@cache
+def overlapping(device: torch.device) -> bool:
+    """Whether a launch may begin before the one ahead of it has ended: from compute capability 9.0 on."""
+    if triton.knobs.runtime.interpret or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def scratch(lanes: int, nheads: int, tokens: int, rows: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
