@@ -1,6 +1,7 @@
 """Exact decode on a CUDA device at the sizes of real models, in graphs, and in memory beyond 2^31 elements."""
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import triton
 import triton.language as tl
 from exact_cases import INPUTS, Decoder
 from ssd_cases import int32, random_case
+from test_exact_schedule import LENGTH, SLOTS, Schedule
 
 from replayssm.batch_invariant_decode import (
     BatchInvariantDecodeBuffers,
@@ -51,11 +53,18 @@ def test_sums_are_those_of_cumsum(rows):
     assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
-@pytest.mark.parametrize("rows", [16, 100, 128, 256])
-def test_a_row_of_real_size(rows, dtype):
+SIZES = {
+    128: REAL,
+    256: {**REAL, "dtype": torch.float16, "with_bias": False},
+    100: {"nheads": 6, "headdim": 80, "ngroups": 2, "dstate": 256, "dtype": BF16, "D": None, "with_z": False},
+    64: {"nheads": 3, "headdim": 40, "ngroups": 1, "dstate": 64, "dtype": torch.float32, "D": "element"},
+}
+
+
+@pytest.mark.parametrize("rows", SIZES)
+def test_a_row_of_real_size(rows):
     """Every place in the chunk where tiles of 16, 32 and 64 rows begin or end."""
-    case = random_case(rows + 70, rows, **{**REAL, "dtype": dtype})
+    case = random_case(rows + 70, rows, **SIZES[rows])
     whole = case.whole()[0]
     decoder = Decoder(case)
     for prefill in (1, 15, 16, 31, 33, 64, rows - 1, rows):
@@ -68,7 +77,7 @@ def test_a_row_of_real_size(rows, dtype):
     assert torch.equal(decoder.state[2], case.tokens(0, rows).whole()[2])
 
 
-@pytest.mark.parametrize(("rows", "tokens"), [(128, 4), (64, 16), (32, 32)])
+@pytest.mark.parametrize(("rows", "tokens"), [(128, 4), (32, 32)])
 def test_verification_of_real_size(rows, tokens):
     case = random_case(3 * rows, rows, **REAL)
     whole = case.whole()[0]
@@ -88,23 +97,57 @@ def test_verification_of_real_size(rows, tokens):
     assert round_ > 4
 
 
-def test_lanes_and_slots_in_any_order_have_the_same_bits():
-    shared = random_case(40, 32, **REAL)
-    cases = [
-        replace(random_case(40, 32, **REAL, seed=s), A=shared.A, D=shared.D, dt_bias=shared.dt_bias) for s in range(9)
-    ]
-    order = torch.randperm(9).tolist()
-    results = []
-    for lanes in (list(range(9)), order):
-        decoder = Decoder(shared, slots=20)
-        slots = [2 * i + (lanes is order) for i in range(9)]
-        decoder.prefill(*((slots[i], cases[i].tokens(0, 20 + i)) for i in lanes))
-        for t in range(12):
-            named = [cases[i].tokens(20 + i + t, 21 + i + t) for i in lanes]
-            out = decoder.step([slots[i] for i in lanes], named)
-        results.append(torch.stack([out[lanes.index(i)] for i in range(9)]))
-        results.append(decoder.state[slots])
-    assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
+def many_cases(count, tokens):
+    shared = random_case(tokens, 32, **REAL)
+    own = {"A": shared.A, "D": shared.D, "dt_bias": shared.dt_bias}
+    return [replace(random_case(tokens, 32, **REAL, seed=seed), **own) for seed in range(count)]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 3])
+@pytest.mark.parametrize("lanes", [9, 36])  # 16 heads each: one launch, and two
+def test_any_batch_gives_the_bits_of_one_scan(lanes, max_tokens):
+    """Lanes at all places of their chunk, in slots and an order of their own, beside one that is inactive."""
+    cases = many_cases(lanes, 56)
+    order = torch.randperm(lanes).tolist()
+    decoder = Decoder(cases[0], slots=2 * lanes, max_tokens=max_tokens)
+    decoder.prefill(*((2 * i + 1, cases[i].tokens(0, 8 + i)) for i in range(lanes)))
+    wholes = [case.whole()[0] for case in cases]
+    junk = replace(cases[0], **{name: torch.full_like(getattr(cases[0], name), torch.nan) for name in INPUTS})
+    for t in range(0, 12, max_tokens):
+        named = [cases[i].tokens(8 + i + t, 8 + i + t + max_tokens) for i in order]
+        out = decoder.step([2 * i + 1 for i in order] + [-1], [*named, junk.tokens(0, max_tokens)])
+        assert not out[-1].any()
+        for lane, i in enumerate(order):
+            assert torch.equal(out[lane], wholes[i][8 + i + t : 8 + i + t + max_tokens])
+        if max_tokens > 1:
+            decoder.commit([2 * i + 1 for i in order], [max_tokens] * lanes)
+    for i in range(lanes):
+        live, length = int(decoder.buffers.num_buffered[2 * i + 1]), 20 + i
+        assert live % 32 == length % 32
+        if live < 32:
+            assert torch.equal(decoder.state[2 * i + 1], cases[i].tokens(0, length).whole()[2])
+    assert decoder.state[0].isnan().all()
+
+
+@pytest.mark.parametrize(("chunk_size", "max_tokens", "dtype", "seed"), [(16, 4, torch.float32, 1), (21, 16, BF16, 2)])
+def test_a_random_schedule(chunk_size, max_tokens, dtype, seed):
+    case = random_case(LENGTH, chunk_size, dtype=dtype, seed=5)
+    own = {"A": case.A, "D": case.D, "dt_bias": case.dt_bias}
+    neighbour = replace(random_case(LENGTH, chunk_size, dtype=dtype, seed=6), **own)
+    draw = Random(seed)
+    for _ in range(12):
+        schedule = Schedule(case, max_tokens, neighbour)
+        for _ in range(draw.randint(5, 16)):
+            kind = draw.choice(("piece", "call", "call", "call", "move"))
+            if kind == "piece":
+                schedule.piece(draw.choice((0, 1, 2, 15, 16, 17, 40)))
+            elif kind == "move":
+                schedule.move(draw.randint(0, SLOTS - 1))
+            elif schedule.left():
+                length = draw.randint(1, max_tokens)
+                schedule.call(length, draw.randint(0, length), draw.random() < 0.5, draw.randint(0, 2))
+        if schedule.outputs:
+            schedule.check()
 
 
 @pytest.mark.parametrize("max_tokens", [1, 3])
@@ -165,16 +208,11 @@ def test_decode_rows_equals_the_scan():
 
 def test_beyond_two_billion_elements():
     """The last of 2^31 elements and more of x's rows, and as many of the state."""
-    H, P, N, Q, slots = 8, 256, 256, 16, 4100
-    case = random_case(20, Q, nheads=H, headdim=P, ngroups=1, dstate=N, dtype=BF16)
-    state = torch.zeros(slots, H, P, N)
-    assert state.numel() > 2**31
-    buffers = BatchInvariantDecodeBuffers.allocate(65600 * 2, Q, 4, P, 1, 16, torch.device("cuda"), BF16, trimmed=True)
-    assert buffers.x.numel() > 2**31
-    small = random_case(20, Q, nheads=4, headdim=P, ngroups=1, dstate=16, dtype=BF16)
-    check_last_slot(small, buffers, torch.zeros(65600 * 2, 4, P, 16), 65600 * 2 - 1)
-    del buffers
-    buffers = BatchInvariantDecodeBuffers.allocate(slots, Q, H, P, 1, N, torch.device("cuda"), BF16, trimmed=True)
+    slots, sizes = 131200, {"nheads": 4, "headdim": 256, "ngroups": 1, "dstate": 16}
+    case = random_case(20, 16, dtype=BF16, **sizes)
+    state = torch.zeros(slots, *case.state_shape)
+    buffers = BatchInvariantDecodeBuffers.allocate(slots, 16, 4, 256, 1, 16, torch.device("cuda"), BF16, trimmed=True)
+    assert state.numel() > 2**31 and buffers.x.numel() > 2**31
     check_last_slot(case, buffers, state, slots - 1)
     del state, buffers
     rows = torch.zeros(2**21 + 3, 1024, dtype=torch.int8)
