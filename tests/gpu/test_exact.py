@@ -79,12 +79,12 @@ def test_a_row_of_real_size(rows):
 
 @pytest.mark.parametrize(("rows", "tokens"), [(128, 4), (32, 32)])
 def test_verification_of_real_size(rows, tokens):
-    case = random_case(3 * rows, rows, **REAL)
+    case = random_case(6 * rows, rows, **REAL)
     whole = case.whole()[0]
     decoder = Decoder(case, max_tokens=tokens)
     decoder.prefill((3, case.tokens(0, rows - 7)))
     position, round_ = rows - 7, 0
-    while position + tokens <= 3 * rows:
+    while position + tokens <= 6 * rows:
         draft = case.tokens(position, position + tokens)
         accepted = (tokens, 1, tokens - 1, 0, max(1, tokens // 2))[round_ % 5]
         changed = {name: getattr(draft, name).clone() for name in INPUTS}
