@@ -83,8 +83,11 @@ def is_known(module: Any) -> bool:
     """Whether a module is one of transformers' normalisations, as it came."""
     kind: type = type(module)
     as_it_came = not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
-    known = kind.__name__ in _KINDS and kind.__module__.startswith("transformers.models.")
-    return bool(known and as_it_came and getattr(module, "activation", "silu") == "silu")
+    if kind.__name__ not in _KINDS or not kind.__module__.startswith("transformers.models.") or not as_it_came:
+        return False
+    # Newer versions of transformers may normalise group by group.
+    channels = module.weight.shape[0]
+    return bool(getattr(module, "activation", "silu") == "silu" and getattr(module, "group_size", channels) == channels)
 
 
 def in_one_launch(module: nn.Module) -> nn.Module:
