@@ -14,8 +14,8 @@ import triton.language as tl
 
 
 @triton.jit
-def exp(x):
-    """``e^x`` for x <= 88 (cut there), within 0.6 units in the last place: a decay's error is one of every later state.
+def _exp(x):
+    """``e^x`` for x <= 88 (cut there) as ``(y + rest) scale scale2``; NaN counts as a number.
 
     Range reduction and polynomial of S. Moshier's Cephes library.
     """
@@ -28,26 +28,40 @@ def exp(x):
     p = tl.fma(p, r, 4.1665795894e-2)
     p = tl.fma(p, r, 1.6666665459e-1)
     p = tl.fma(p, r, 5.0000001201e-1)
-    y = tl.fma(p, r * r, r) + 1.0
+    p = tl.fma(p, r * r, r)
+    y = p + 1.0
     whole = n.to(tl.int32)
     half = whole >> 1  # two factors, as 2^n alone may be subnormal
-    y = (
-        y
-        * ((half + 127) << 23).to(tl.float32, bitcast=True)
-        * ((whole - half + 127) << 23).to(tl.float32, bitcast=True)
-    )
-    return tl.where(x == x, y, x)
+    scale = tl.where(x < -103.98, 0.0, ((half + 127) << 23).to(tl.float32, bitcast=True))
+    return y, p - (y - 1.0), scale, ((whole - half + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exp(x):
+    """``e^x`` for x <= 88 (cut there), within 0.6 units in the last place: a decay's error is one of every later state."""
+    y, _, scale, scale2 = _exp(x)
+    return tl.where(x == x, y * scale * scale2, x)
 
 
 @triton.jit
 def log_decay(A_log, a, dt_bias):
-    """``-exp(A_log) softplus(a + dt_bias)``, softplus the identity above 20; see ``delta_rule.gates``."""
+    """``-exp(A_log) softplus(a + dt_bias)``, softplus the identity above 20; see ``delta_rule.gates``.
+
+    The product of a large number keeps what rounding its factors would lose: its exponential is taken next.
+    """
     x = a + dt_bias
+    part = x - a
+    lost = (a - (x - part)) + (dt_bias - part)
     u = exp(tl.minimum(x, 20.0))
     w = 1.0 + u
     # log1p: the quotient corrects what rounding 1 + u lost.
     small = tl.where(w == 1.0, u, tl.log(w) * tl.div_rn(u, tl.where(w == 1.0, 1.0, w - 1.0)))
-    return -exp(A_log) * tl.where(x > 20.0, x, tl.where(x == x, small, x))
+    softplus = tl.where(x > 20.0, x, tl.where(x == x, small, x))
+    y, rest, scale, scale2 = _exp(A_log)
+    product = y * softplus
+    rest = tl.fma(y, softplus, -product) + tl.fma(rest, softplus, tl.where(x > 20.0, y * lost, 0.0))
+    g = -(product + tl.where(rest == rest, rest, 0.0)) * scale * scale2
+    return tl.where(A_log == A_log, g, A_log)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
-SIZES = [(16, 32, 128, 128), (2, 6, 64, 96), (1, 3, 256, 72), (3, 3, 33, 128), (2, 4, 96, 64)]
+SIZES = [(16, 32, 128, 128), (1, 3, 256, 72), (3, 3, 33, 65)]
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +36,7 @@ def decode(call, count):
     return state, torch.cat(outputs, 1)
 
 
-@pytest.mark.parametrize("dtype", [bf16, f32])
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("sizes", "dtype"), zip(SIZES, (bf16, f32, f16), strict=True))
 def test_every_op_applies_a_token_alike(sizes, dtype):
     """Verify, its windows committed and materialized, the lazy ring and its flush: the bits of decoding."""
     H, HV, K, V = sizes
@@ -89,15 +88,15 @@ def lazily(call, steps, window):
 
 @pytest.mark.parametrize("state_dtype", [f32, bf16])
 def test_a_request_has_the_same_bits_in_every_batch(state_dtype):
-    """One request of 32 heads, ten and seventy of them take different tiles."""
-    call = replace(mtp_call(70, 4, 16, 32, 128, 128, dtype=bf16, state_dtype=state_dtype), backend="simt")
+    """One request of 32 heads, ten and 130 of them take different tiles."""
+    call = replace(mtp_call(130, 4, 16, 32, 128, 128, dtype=bf16, state_dtype=state_dtype), backend="simt")
     whole = call.run()
     for rows in ([7], list(range(40, 30, -1))):
         part = call.rows(rows).run()
         slots = call.initial_state_indices[rows]
         assert torch.equal(part.output, whole.output[rows])
         assert torch.equal(as_bytes(part.initial_state[slots]), as_bytes(whole.initial_state[slots]))
-    lazy = lazy_call((7, 3, 5, 0, 8) * 14, 3, 8, H=16, HV=32, K=128, V=128, dtype=bf16, state_dtype=state_dtype)
+    lazy = lazy_call((7, 3, 5, 0, 8) * 26, 3, 8, H=16, HV=32, K=128, V=128, dtype=bf16, state_dtype=state_dtype)
     names = ("q", "k", "v", "a", "b", "output", "state_batch_indices")
     for backend in ("simt", "tensor_core"):
         whole = lazy.run(backend=backend)

@@ -177,16 +177,19 @@ def apply_records(
     first = ring_row(start, begin, ring_len)
     k0, k1, k2, k3 = vector(k + first * K, 1, LANES, C, K)
     value = tl.load(v + first * V + row, mask=row < V, other=0.0)
+    decay, beta, norm = pick(decays, 0), pick(betas, 0), pick(norms, 0)
     for i in range(0, tl.minimum(TP, count - begin)):
         x0, x1, x2, x3 = rounded(k0, k1, k2, k3, k.dtype.element_ty)
+        if NORM:
+            x0, x1, x2, x3 = scaled(x0, x1, x2, x3, norm)
         u = value.to(tl.float32)
+        decay_now, beta_now = decay, beta
         # The next record is on its way while this one is applied.
+        decay, beta, norm = pick(decays, i + 1), pick(betas, i + 1), pick(norms, i + 1)
         ahead = ring_row(start, tl.minimum(begin + i + 1, count - 1), ring_len)
         k0, k1, k2, k3 = vector(k + ahead * K, 1, LANES, C, K)
         value = tl.load(v + ahead * V + row, mask=row < V, other=0.0)
-        if NORM:
-            x0, x1, x2, x3 = scaled(x0, x1, x2, x3, pick(norms, i))
-        S0, S1, S2, S3 = advance(S0, S1, S2, S3, x0, x1, x2, x3, u, pick(decays, i), pick(betas, i))
+        S0, S1, S2, S3 = advance(S0, S1, S2, S3, x0, x1, x2, x3, u, decay_now, beta_now)
         if track is not None and begin + i == track_step:
             store_rows(track, row, V, S0, S1, S2, S3, K)
     return S0, S1, S2, S3

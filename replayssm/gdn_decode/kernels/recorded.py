@@ -65,17 +65,17 @@ def _apply(
             row = rows_from(first + block * ROWS, ROWS, C)
             # The next block is on its way while records are applied to this one.
             if HOLD:
-                S0, S1, S2, S3 = N0, N1, N2, N3
+                R0, R1, R2, R3 = N0, N1, N2, N3
                 if BLOCKS > 1:
                     end = tl.where(tl.full((), block, tl.int32) + 1 < BLOCKS, V, 0)
                     N0, N1, N2, N3 = load_rows(state + source * s_state, row + ROWS, end, C, K)
             else:
-                S0, S1, S2, S3 = load_rows(state + source * s_state, row, V, C, K)
+                R0, R1, R2, R3 = load_rows(state + source * s_state, row, V, C, K)
                 fetch(state + source * s_state, first + (block + 1) * ROWS, V, K, ROWS)
             if count == 0:
-                store_rows(state + target * s_state, row, V, S0, S1, S2, S3, K)
+                store_rows(state + target * s_state, row, V, R0, R1, R2, R3, K)
             else:
-                S0, S1, S2, S3 = rounded(S0, S1, S2, S3, tl.float32)
+                S0, S1, S2, S3 = rounded(R0, R1, R2, R3, tl.float32)
                 if WHOLE:
                     S0, S1, S2, S3 = apply_records(
                         S0, S1, S2, S3, decays, betas, norms, rawv, rawk, start, 0, count, ring_len, row, track,

@@ -23,11 +23,11 @@ from replayssm.gdn_decode.kernels.common import (
 
 
 @triton.jit
-def _normalised(x0, x1, x2, x3, norms, t, DTYPE: tl.constexpr, NORM: tl.constexpr):
-    """Quarters of token t, rounded to a type, over their norm."""
+def _normalised(x0, x1, x2, x3, norm, DTYPE: tl.constexpr, NORM: tl.constexpr):
+    """Quarters of a key, rounded to a type, times the inverse of their norm."""
     x0, x1, x2, x3 = rounded(x0, x1, x2, x3, DTYPE)
     if NORM:
-        x0, x1, x2, x3 = scaled(x0, x1, x2, x3, pick(norms, t))
+        x0, x1, x2, x3 = scaled(x0, x1, x2, x3, norm)
     return x0, x1, x2, x3
 
 
@@ -98,7 +98,7 @@ def _step(
         k0, k1, k2, k3 = vector(k, s_k_k, LANES, C, K)
         q0, q1, q2, q3 = vector(q, s_q_k, LANES, C, K)
         if ONE:  # the same for all blocks
-            x0, x1, x2, x3 = _normalised(k0, k1, k2, k3, k_norms, 0, K_TYPE, NORM)
+            x0, x1, x2, x3 = _normalised(k0, k1, k2, k3, pick(k_norms, 0), K_TYPE, NORM)
             y0, y1, y2, y3 = rounded(q0, q1, q2, q3, tl.float32)
 
         for block in range(0, BLOCKS):
@@ -124,6 +124,7 @@ def _step(
                 k0, k1, k2, k3 = vector(k, s_k_k, LANES, C, K)
                 q0, q1, q2, q3 = vector(q, s_q_k, LANES, C, K)
             value = tl.load(v + row * s_v_v, mask=row < V, other=0.0).to(V_TYPE)
+            decay, beta, k_norm, q_norm = pick(decays, 0), pick(betas, 0), pick(k_norms, 0), pick(q_norms, 0)
             for t in range(T):
                 far = tl.full((), t, tl.int64)  # strides may be large
                 if v_ring is not None:
@@ -132,18 +133,21 @@ def _step(
                     if (part == 0) & (block == 0) & (head % heads_per_key == 0):
                         store_vector(k_ring + to * K, k0, k1, k2, k3, K)
                 u = value.to(tl.float32)
+                factor = scale
+                if NORM:
+                    factor = q_norm * scale
+                decay_now, beta_now = decay, beta
                 if not ONE:
-                    x0, x1, x2, x3 = _normalised(k0, k1, k2, k3, k_norms, t, K_TYPE, NORM)
+                    x0, x1, x2, x3 = _normalised(k0, k1, k2, k3, k_norm, K_TYPE, NORM)
                     y0, y1, y2, y3 = rounded(q0, q1, q2, q3, tl.float32)
                     # The next token is on its way while this one is applied.
+                    decay, beta = pick(decays, t + 1), pick(betas, t + 1)
+                    k_norm, q_norm = pick(k_norms, t + 1), pick(q_norms, t + 1)
                     following = tl.minimum(far + 1, T - 1)
                     k0, k1, k2, k3 = vector(k + following * s_k_t, s_k_k, LANES, C, K)
                     q0, q1, q2, q3 = vector(q + following * s_q_t, s_q_k, LANES, C, K)
                     value = tl.load(v + following * s_v_t + row * s_v_v, mask=row < V, other=0.0).to(V_TYPE)
-                S0, S1, S2, S3 = advance(S0, S1, S2, S3, x0, x1, x2, x3, u, pick(decays, t), pick(betas, t))
-                factor = scale
-                if NORM:
-                    factor = pick(q_norms, t) * scale
+                S0, S1, S2, S3 = advance(S0, S1, S2, S3, x0, x1, x2, x3, u, decay_now, beta_now)
                 o = dot(S0, S1, S2, S3, y0, y1, y2, y3) * factor
                 tl.store(output + far * s_out_t + row, o.to(output.dtype.element_ty), mask=row < V)
                 if snapshots is not None:
