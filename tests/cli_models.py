@@ -1,10 +1,17 @@
-"""Models that the command line can load from a folder."""
+"""What tests of the command line share: how it is run, and models that it can load from a folder."""
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import torch
+
+ROOT = Path(__file__).parent.parent
+COMMAND = [sys.executable, "-m", "replayssm"]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TERM": "xterm", "COLUMNS": "80"}
+PROMPT = "to be, or not to be, or to be"
 
 
 def save_model(folder: Path, seed: int) -> str:
