@@ -38,7 +38,7 @@ def _exp(x):
 
 @triton.jit
 def exp(x):
-    """``e^x`` for x <= 88 (cut there), within 0.6 units in the last place: a decay's error is one of every later state."""
+    """``e^x`` for x <= 88 (cut there), within 0.6 units in the last place: every later state has a decay's error."""
     y, _, scale, scale2 = _exp(x)
     return tl.where(x == x, y * scale * scale2, x)
 

@@ -54,6 +54,14 @@ def scaled(x0, x1, x2, x3, factor):
 
 
 @triton.jit
+def norm_of(x0, x1, x2, x3):
+    """``1 / sqrt(sum x^2 + 1e-6)`` of vectors in quarters, fp32."""
+    squares = tl.fma(x1, x1, x0 * x0)
+    squares = tl.fma(x2, x2, squares)
+    return inverse_norm(total(tl.fma(x3, x3, squares)))
+
+
+@triton.jit
 def inverse_norms(pointer, tokens, s, live, C: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr):
     """``1 / sqrt(sum x^2 + 1e-6)`` of the vectors at the offsets ``tokens`` [T]."""
     at = pointer + tokens[:, None, None]
@@ -66,9 +74,7 @@ def inverse_norms(pointer, tokens, s, live, C: tl.constexpr, K: tl.constexpr, DT
         tl.load(at + (c + 3 * C) * s, mask=live & (c + 3 * C < K), other=0.0),
         DTYPE,
     )  # fmt: skip
-    squares = tl.fma(x1, x1, x0 * x0)
-    squares = tl.fma(x2, x2, squares)
-    return inverse_norm(tl.reshape(total(tl.fma(x3, x3, squares)), [tokens.shape[0]]))
+    return tl.reshape(norm_of(x0, x1, x2, x3), [tokens.shape[0]])
 
 
 @triton.jit

@@ -10,11 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replayssm.delta_rule.kernels import dot, exp, inverse_norm, log_decay, pick, strength, total
+from replayssm.delta_rule.kernels import dot, exp, log_decay, pick, strength
 from replayssm.gdn_decode.configs import lazy_tile, next_power_of_2
 from replayssm.gdn_decode.kernels.common import (
     inverse_norms,
     load_rows,
+    norm_of,
     replay,
     ring_row,
     rounded,
@@ -68,9 +69,7 @@ def _queries(
     )  # fmt: skip
     factor = scale
     if NORM:
-        squares = tl.fma(z1, z1, z0 * z0)
-        squares = tl.fma(z2, z2, squares)
-        factor = (inverse_norm(total(tl.fma(z3, z3, squares))) * scale)[:, :, None]
+        factor = (norm_of(z0, z1, z2, z3) * scale)[:, :, None]
     return scaled(z0, z1, z2, z3, factor)
 
 

@@ -10,6 +10,7 @@ from replayssm.gdn_decode.kernels.common import (
     fetch,
     inverse_norms,
     load_rows,
+    norm_of,
     replay,
     ring_row,
     rounded,
@@ -20,15 +21,6 @@ from replayssm.gdn_decode.kernels.common import (
     stride,
     vector,
 )
-
-
-@triton.jit
-def _normalised(x0, x1, x2, x3, norm, DTYPE: tl.constexpr, NORM: tl.constexpr):
-    """Quarters of a key, rounded to a type, times the inverse of their norm."""
-    x0, x1, x2, x3 = rounded(x0, x1, x2, x3, DTYPE)
-    if NORM:
-        x0, x1, x2, x3 = scaled(x0, x1, x2, x3, norm)
-    return x0, x1, x2, x3
 
 
 @triton.jit
@@ -85,7 +77,7 @@ def _step(
         decays = exp(g)
         k_norms = betas
         q_norms = betas
-        if NORM:
+        if NORM and not ONE:
             k_norms = inverse_norms(k, token * s_k_t, s_k_k, exists, C, K, K_TYPE)
             q_norms = inverse_norms(q, token * s_q_t, s_q_k, exists, C, K, q.dtype.element_ty)
         if g_ring is not None and part == 0:
@@ -98,8 +90,13 @@ def _step(
         k0, k1, k2, k3 = vector(k, s_k_k, LANES, C, K)
         q0, q1, q2, q3 = vector(q, s_q_k, LANES, C, K)
         if ONE:  # the same for all blocks
-            x0, x1, x2, x3 = _normalised(k0, k1, k2, k3, pick(k_norms, 0), K_TYPE, NORM)
+            x0, x1, x2, x3 = rounded(k0, k1, k2, k3, K_TYPE)
             y0, y1, y2, y3 = rounded(q0, q1, q2, q3, tl.float32)
+            if NORM:
+                x0, x1, x2, x3 = scaled(x0, x1, x2, x3, norm_of(x0, x1, x2, x3)[:, :, None])
+                factor = norm_of(y0, y1, y2, y3) * scale
+            else:
+                factor = scale
 
         for block in range(0, BLOCKS):
             row = rows_from(first + block * ROWS, ROWS, C)
@@ -133,12 +130,12 @@ def _step(
                     if (part == 0) & (block == 0) & (head % heads_per_key == 0):
                         store_vector(k_ring + to * K, k0, k1, k2, k3, K)
                 u = value.to(tl.float32)
-                factor = scale
-                if NORM:
-                    factor = q_norm * scale
                 decay_now, beta_now = decay, beta
                 if not ONE:
-                    x0, x1, x2, x3 = _normalised(k0, k1, k2, k3, k_norm, K_TYPE, NORM)
+                    factor = q_norm * scale if NORM else scale
+                    x0, x1, x2, x3 = rounded(k0, k1, k2, k3, K_TYPE)
+                    if NORM:
+                        x0, x1, x2, x3 = scaled(x0, x1, x2, x3, k_norm)
                     y0, y1, y2, y3 = rounded(q0, q1, q2, q3, tl.float32)
                     # The next token is on its way while this one is applied.
                     decay, beta = pick(decays, t + 1), pick(betas, t + 1)
