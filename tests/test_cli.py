@@ -264,6 +264,13 @@ def test_json_and_drafts_change_nothing(capsys, model, draft_model):
     assert drafted["accept_rate"] < 1.0
 
 
+def test_exact_decode(capsys, model):
+    common = ["generate", model, "--prompt", PROMPT, "--max-new-tokens", "21", "--exact"]
+    drafted, plain = _json(capsys, *common), _json(capsys, *common, "--draft", "none")
+    assert drafted["exact"] and drafted["token_ids"] == plain["token_ids"]
+    assert not _json(capsys, *common[:-1])["exact"]
+
+
 def test_sampling_depends_on_the_seed_alone(capsys, model):
     common = ["generate", model, "--prompt", PROMPT, "--max-new-tokens", "19", "--temperature", "0.9", "--top-k", "50"]
     first = _json(capsys, *common, "--seed", "3")

@@ -139,6 +139,7 @@ def by_replay(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
+    exact: bool = False,
     streamer: Any = None,
 ) -> Generated:
     """Run ``replayssm.hf.generate``, whose arguments these are; a temperature of 0 is greedy."""
@@ -155,6 +156,7 @@ def by_replay(
         top_k=top_k,
         top_p=top_p,
         seed=seed,
+        exact=exact,
         streamer=streamer,
         return_stats=True,
     )

@@ -73,6 +73,7 @@ def speculate(loaded: Loaded, options: argparse.Namespace, *, drafts: bool = Tru
         top_k=options.top_k,
         top_p=options.top_p,
         seed=options.seed,
+        exact=options.exact,
         streamer=streamer,
     )
 
@@ -94,6 +95,7 @@ def report(loaded: Loaded, options: argparse.Namespace, result: Generated) -> di
         "model": loaded.name,
         "draft": options.draft,
         "num_draft_tokens": options.num_draft_tokens,
+        "exact": options.exact,
         "prompt_tokens": loaded.input_ids.shape[1],
         "text": loaded.decode(ids),
         "token_ids": ids,

@@ -142,6 +142,11 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
         default="float32",
         help="dtype that the weights are rounded to; computation is in float32 (default: float32)",
     )
+    compute.add_argument(
+        "--exact",
+        action="store_true",
+        help="decode with the bits of one scan over the whole text (Mamba-2 models; slower)",
+    )
     output = generate.add_argument_group("output")
     output.add_argument(
         "--compare",
