@@ -4,7 +4,7 @@ Greedy, without end tokens, prompts of one length. Before anything is timed, eve
 that transformers' forward over the whole text finds most likely, but for rounding; ``gap`` is the largest distance
 from it, in standard deviations of the scores. In fp32 on the CPU all ways must give the same ids. ``same_drafts`` and
 ``same_transformers`` are the shares of sequences that do. ``a round`` is tokens per forward, of all sequences together,
-``in a graph`` the share of our forwards that a CUDA graph replayed.
+``in a graph`` the share of our forwards that a CUDA graph replayed, ``transformers written`` what it came to in time.
 """
 
 from __future__ import annotations
@@ -129,6 +129,7 @@ def _run(subject: _Subject, options: GenerateOptions, batch: int, timer: Timer) 
     plain, stats = (way.results[-1].stats for way in ways[1:])
     assert plain is not None and stats is not None
     return row | {
+        "transformers written": ways[0].results[-1].ids.shape[1],
         **{f"{way.name} tokens/s": each for way, each in zip(ways, speed, strict=True)},
         "x transformers": speed[2] / speed[0], "x replay": speed[2] / speed[1],
         "x decode": _decode_speed(ways[2]) / _decode_speed(ways[0]) if ways[0].results[-1].ids.shape[1] > 1 else None,
