@@ -31,7 +31,11 @@ HELD_OUT = (
     "library/imaplib", "library/selectors", "library/shelve", "library/statistics", "library/tempfile",
     "library/zipfile", "reference/simple_stmts", "tutorial/errors",
 )  # fmt: skip
-DEMO = ("c-api/bytes", "Bytes Objects")  # the demo prompt: this document, from this heading on
+# The demo prompt of a model, by the name of its folder: this document, from this heading on.
+DEMOS = {
+    "tiny-mamba2": ("c-api/bytes", "Bytes Objects"),
+    "tiny-gdn-hybrid": ("extending/newtypes", "Type-specific Attribute Management"),
+}
 
 PROMPT_TOKENS = (150, 300)  # bounds of a held-out prompt
 CONTINUATION_TOKENS = 256  # real text after each prompt, for teacher-forced numbers
@@ -105,16 +109,16 @@ def passage(tokenizer: Tokenizer, text: str, start: int) -> dict[str, str]:
     return {"prompt": prompt, "continuation": rest[:length]}
 
 
-def held_out_passages(tokenizer: Tokenizer, documents: dict[str, str]) -> dict[str, object]:
+def held_out_passages(tokenizer: Tokenizer, documents: dict[str, str], demo: tuple[str, str]) -> dict[str, object]:
     """One passage of each held-out document, chosen by rule: from the first paragraph after a third of it."""
     passages = []
     for name in HELD_OUT:
         text = documents[name]
         start = re.compile(r"\n{2,}").search(text, len(text) // 3).end()
         passages.append({"document": name, **passage(tokenizer, text, start)})
-    name, heading = DEMO
-    demo = {"document": name, **passage(tokenizer, documents[name], documents[name].index(f"\n{heading}\n") + 1)}
-    return {"demo": demo, "passages": passages}
+    name, heading = demo
+    start = documents[name].index(f"\n{heading}\n") + 1
+    return {"demo": {"document": name, **passage(tokenizer, documents[name], start)}, "passages": passages}
 
 
 def longest_shared_run(text: bytes, others: bytes, least: int = 40) -> int:
@@ -136,7 +140,7 @@ def longest_shared_run(text: bytes, others: bytes, least: int = 40) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sources", type=Path, default=SOURCES)
-    parser.add_argument("--model-dir", type=Path, required=True)
+    parser.add_argument("--model-dir", type=Path, required=True, help=f"its name: {' or '.join(DEMOS)}")
     parser.add_argument("--tokens", type=Path, required=True, help="the .npz file of token streams to write")
     args = parser.parse_args()
     args.model_dir.mkdir(parents=True, exist_ok=True)
@@ -153,7 +157,7 @@ def main() -> None:
     held_out = [documents[name] for name in HELD_OUT]
     streams = {"train": stream(training), "heldout": stream(held_out)}
     np.savez_compressed(args.tokens, **streams)
-    heldout = held_out_passages(tokenizer, documents)
+    heldout = held_out_passages(tokenizer, documents, DEMOS[args.model_dir.name])
     (args.model_dir / "heldout.json").write_text(json.dumps(heldout, indent=1, ensure_ascii=False) + "\n")
 
     for part, texts in (("train", training), ("heldout", held_out)):

@@ -1,7 +1,8 @@
 """Small trained models that come with the package, so that everything can be tried on real input without a download.
 
-``tiny-mamba2`` is a Mamba-2 language model of 3 million parameters, trained on Python's documentation; its model card
-(`tiny-mamba2/README.md`) tells the data, the licences, the recipe and the limits.
+``tiny-mamba2`` is a Mamba-2 language model of 3 million parameters, ``tiny-gdn-hybrid`` one of 4 million with Gated
+DeltaNet and, in every fourth layer, attention. Both were trained on Python's documentation; the model cards
+(`tiny-*/README.md`) tell the data, the licences, the recipes and the limits.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 __all__ = ["NAMES", "demo_prompt", "heldout_prompts", "path"]
 
-NAMES = ("tiny-mamba2",)
+NAMES = ("tiny-mamba2", "tiny-gdn-hybrid")
 
 
 def path(name: str = "tiny-mamba2") -> Path:
