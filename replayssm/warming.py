@@ -11,14 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from replayssm import cursors
 from replayssm.cache import GDNLayer, Mamba2Layer, ReplayPool
 from replayssm.checks import check_range
 from replayssm.conv import causal_conv1d_replay
 from replayssm.gdn_decode import gated_delta_rule_checkpointing
 from replayssm.mamba import checkpointing_ssu
 
-# Lengths of prompts that meet every kernel of a prefill in blocks of 64 tokens: full blocks and what remains.
-_PROMPTS = (64, 1, 3, 16, 17, 32, 33, 48)
+# Lengths of prompts that meet every kernel of a prefill in blocks of 64 tokens: full blocks and what remains, few rows
+# and many.
+_PROMPTS = (64, 1, 3, 16, 17, 32, 33, 48, 1000)
 _MOST_BATCH = 1 << 20
 
 
@@ -114,6 +116,7 @@ def warmup(
                 for slots in slots_of.values():
                     _step(target, index, slots, count, parameter_dtype, conv_bias, with_z)
         _materialize(target, parameter_dtype)
+        _commit(target)
     return done
 
 
@@ -163,12 +166,12 @@ def _counted(device: torch.device) -> Iterator[Warmup]:
 def _step(
     pool: ReplayPool, index: int, slots: Tensor, tokens: int, dtype: torch.dtype, conv_bias: bool, with_z: bool
 ) -> None:
-    layer, buffers, cursors = pool.layers[index], pool.buffers[index], pool.cursors
+    layer, buffers = pool.layers[index], pool.buffers[index]
     kind, device, batch = buffers.conv_rows.dtype, pool.device, slots.shape[0]
     channels = layer.conv_channels
     x = causal_conv1d_replay(
         buffers.conv_rows,
-        cursors.conv_start,
+        pool.cursors.conv_start,
         torch.zeros(batch, tokens, channels, dtype=kind, device=device),
         torch.zeros(layer.conv_width, channels, dtype=dtype, device=device).t(),
         torch.zeros(channels, dtype=dtype, device=device) if conv_bias else None,
@@ -249,3 +252,13 @@ def _materialize(pool: ReplayPool, dtype: torch.dtype) -> None:
     nowhere = torch.full((1,), -1, device=pool.device)
     nothing = torch.zeros_like(nowhere)
     pool.materializer.write_states(nowhere, nowhere, nothing, nothing, pool.materializer.decays(decays), nothing)
+
+
+def _commit(pool: ReplayPool) -> None:
+    nowhere = torch.full((1,), -1, device=pool.device)
+    nothing = torch.zeros_like(nowhere)
+    # Not the pool's own commit, which counts its seed up.
+    for seq_len in (1, nothing):
+        cursors.commit(
+            pool.cursors, nowhere, seq_len, nothing, window=pool.window, ring_len=pool.ring_len, conv_len=pool.conv_len
+        )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -36,6 +37,18 @@ def _capture_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Objects of CUDA that are collected during a capture would break it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class Graph:
     """One captured call.
 
@@ -49,7 +62,7 @@ class Graph:
         self._graph = torch.cuda.CUDAGraph()
         stream = _capture_stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
-        with _LOCK, torch.cuda.stream(stream):
+        with _LOCK, _without_collection(), torch.cuda.stream(stream):
             # Other threads may go on allocating and launching meanwhile.
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
@@ -57,6 +70,9 @@ class Graph:
             except BaseException:
                 with suppress(RuntimeError):  # it has ended the capture already, and is the error to be told
                     self._graph.capture_end()
+                with suppress(RuntimeError):  # else torch's generator would believe that the capture goes on
+                    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+                    generator.graphsafe_set_state(generator.clone_state())
                 raise
             self._graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)

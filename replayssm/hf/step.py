@@ -52,6 +52,7 @@ class Step:
         self._host = torch.zeros(most, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
         self._given = torch.zeros(most, dtype=torch.int64, device=pool.device) if on_gpu else self._host
         self._chosen = torch.empty_like(self._host, pin_memory=on_gpu)
+        self._sent = torch.cuda.Event() if on_gpu else None
         self.graphs = Graphs(refused)
         self.replayed = 0
         cache.defer_commits()
@@ -124,9 +125,12 @@ class Step:
             given.extend([0] * (width - len(window)))
             given.extend((position, *self._keys[row], *owed))
         given.extend([0] * ((total - len(rows)) * (width + _COLUMNS)))
+        if self._sent is not None:
+            self._sent.synchronize()  # the copy before may not have run yet, when nothing has been read since
         self._host[: len(given)] = torch.frombuffer(given, dtype=torch.int64)
-        if self._given is not self._host:
+        if self._sent is not None:
             self._given[: len(given)].copy_(self._host[: len(given)], non_blocking=True)
+            self._sent.record()
 
     def _columns(self, total: int, width: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         given = self._given[: total * (width + _COLUMNS)].view(total, width + _COLUMNS)
