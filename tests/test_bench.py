@@ -278,7 +278,17 @@ def test_the_commit_of_a_copy_without_repository_is_unknown(monkeypatch, tmp_pat
 def test_the_table_in_a_pipe_is_whole(capsys):
     assert main([*TINY, "--op", "step"]) == 0
     out = capsys.readouterr().out
-    assert "torch operations, this run" in out and "copy ceiling" in out and "…" not in out
+    assert "copy ceiling" in out and "…" not in out
+    assert "mamba: state fp32, heads 6, groups 2, batch 1, peers torch operations, this run" in out
+
+
+def test_what_all_rows_share_stands_in_the_title():
+    rows = [{"a": 1, "b": "x", "c": None, "d": 2.5}, {"a": 1, "b": "y", "c": None, "d": None}]
+    title, table = report.table("t", rows).renderables
+    assert title.plain == "t: a 1" and [column.header for column in table.columns] == ["b", "d"]
+    assert [list(column.cells) for column in table.columns] == [["x", "y"], ["2.5", ""]]
+    title, table = report.table("t", rows[:1]).renderables
+    assert title.plain == "t" and len(table.columns) == 4
 
 
 def test_a_picture_of_the_steps(tmp_path):

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from rich import box
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from replayssm import __version__
 from replayssm.bench import Row
@@ -79,14 +81,18 @@ def read_csv(path: Path) -> tuple[dict[str, str], list[Row]]:
     return facts, [{key: _value(text) for key, text in row.items()} for row in rows]
 
 
-def table(title: str, rows: Sequence[Row]) -> Table:
-    """Return the rows as a table for a terminal or a pipe."""
-    result = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column, value in rows[0].items():
-        result.add_column(column, justify="left" if isinstance(value, str) else "right", no_wrap=True)
+def table(title: str, rows: Sequence[Row]) -> Group:
+    """Return a title, with what all rows share, and a table of the rest, for a terminal or a pipe."""
+    shared = {key: value for key, value in rows[0].items() if len(rows) > 1 and all(row[key] == value for row in rows)}
+    common = ", ".join(f"{key} {shown(value)}" for key, value in shared.items() if value is not None)
+    result = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    columns = [key for key in rows[0] if key not in shared]
+    for column in columns:
+        text = any(isinstance(row[column], str) for row in rows)
+        result.add_column(column, justify="left" if text else "right", no_wrap=True)
     for row in rows:
-        result.add_row(*(shown(value) for value in row.values()))
-    return result
+        result.add_row(*(shown(row[column]) for column in columns))
+    return Group(Text(f"{title}: {common}" if common else title, style="bold"), result)
 
 
 def shown(value: object) -> str:
