@@ -82,16 +82,23 @@ def read_csv(path: Path) -> tuple[dict[str, str], list[Row]]:
 
 
 def table(title: str, rows: Sequence[Row]) -> Group:
-    """Return a title, with what all rows share, and a table of the rest, for a terminal or a pipe."""
+    """Return a title, with what all rows share, and a table of the rest, for a terminal or a pipe.
+
+    A few long rows stand beside each other instead of below each other.
+    """
     shared = {key: value for key, value in rows[0].items() if len(rows) > 1 and all(row[key] == value for row in rows)}
     common = ", ".join(f"{key} {shown(value)}" for key, value in shared.items() if value is not None)
-    result = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     columns = [key for key in rows[0] if key not in shared]
-    for column in columns:
-        text = any(isinstance(row[column], str) for row in rows)
-        result.add_column(column, justify="left" if text else "right", no_wrap=True)
-    for row in rows:
-        result.add_row(*(shown(row[column]) for column in columns))
+    cells = [columns, *([shown(row[column]) for column in columns] for row in rows)]
+    upright = 2 * len(rows) < len(columns)
+    if upright:
+        cells = [list(line) for line in zip(*cells, strict=True)]
+    result = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_header=not upright)
+    for number, header in enumerate(cells[0]):
+        text = number == 0 if upright else any(isinstance(row[columns[number]], str) for row in rows)
+        result.add_column(header, justify="left" if text else "right", no_wrap=True)
+    for line in cells[0 if upright else 1 :]:
+        result.add_row(*line)
     return Group(Text(f"{title}: {common}" if common else title, style="bold"), result)
 
 
