@@ -51,7 +51,6 @@ class TensorCoreTile(NamedTuple):
         block: columns that are in registers at a time.
         rows: rows of a program.
         warps: warps of a program, 16 rows each.
-        alone: whether a program does by itself what else a kernel ahead does for all programs of a head.
         ahead: whether a program reads the next block before it works on one.
     """
 
@@ -60,13 +59,10 @@ class TensorCoreTile(NamedTuple):
     block: int
     rows: int
     warps: int
-    alone: bool
     ahead: bool
 
 
-def tensor_core_tile(
-    V: int, K: int, state_bytes: int, input_bytes: int, seq_len: int, heads: int, exact: bool
-) -> TensorCoreTile:
+def tensor_core_tile(V: int, K: int, state_bytes: int, input_bytes: int, seq_len: int, heads: int) -> TensorCoreTile:
     """Tile of ``gated_delta_rule_mtp`` with ``tensor_core``. What may change bits does not depend on the heads.
 
     Args:
@@ -76,13 +72,10 @@ def tensor_core_tile(
         input_bytes: bytes of one element of q.
         seq_len: T.
         heads: heads of all requests.
-        exact: whether keys and queries are bf16, which the matrix unit takes as they are, on a known device.
     """
     columns = max(64 // state_bytes, 64 // input_bytes, next_power_of_2(K))
     rows = max(16, min(64, next_power_of_2(V)))
-    alone = exact and rows == 64 and columns <= 128 and heads <= 64
-    tokens = 8 if seq_len <= 8 else 16
-    return TensorCoreTile(tokens, columns, min(columns, 64), rows, rows // 16, alone, heads <= 128)
+    return TensorCoreTile(8 if seq_len <= 8 else 16, columns, min(columns, 64), rows, rows // 16, heads <= 128)
 
 
 def lazy_tile(V: int, K: int, heads: int) -> Tile:

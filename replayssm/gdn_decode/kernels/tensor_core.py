@@ -17,19 +17,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from replayssm.gdn_decode.configs import tensor_core_tile
 from replayssm.gdn_decode.kernels.common import stride
-from replayssm.gdn_decode.kernels.tensor_core_solve import (
-    as_operand,
-    both,
-    gates,
-    gram,
-    held,
-    load_gates,
-    load_tokens,
-    operand_order,
-    record,
-    solve,
-    solve_ahead,
-)
+from replayssm.gdn_decode.kernels.tensor_core_solve import both, held, operand_order, solve_ahead
 
 # Numbers of a type are sums of so many bf16 numbers.
 _PARTS = {torch.float32: 3, torch.float16: 2, torch.bfloat16: 1}
@@ -95,70 +83,46 @@ def _columns(
 
 @triton.jit
 def _verify(
-    state, output, rawv, rawk, g_window, beta_window, q, k, v, read_slots, A_log, a, dt_bias, b, scale, solved,
-    s_state, s_out_b, s_out_t, s_rawv, s_rawk, s_g, s_beta, s_q_b, s_q_t, s_q_h, s_q_k, s_k_b, s_k_t, s_k_h, s_k_k,
-    s_v_b, s_v_t, s_v_h, s_v_v, s_read, s_A, s_a_b, s_a_t, s_a_h, s_bias, s_b_b, s_b_t, s_b_h, T, HV, heads_per_key,
+    state, output, rawv, q, k, v, read_slots, solved,
+    s_state, s_out_b, s_out_t, s_rawv, s_q_b, s_q_t, s_q_h, s_q_k, s_k_b, s_k_t, s_k_h, s_k_k, s_v_b, s_v_t, s_v_h,
+    s_v_v, s_read, T, HV, heads_per_key,
     V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, KB: tl.constexpr, BV: tl.constexpr, WARPS: tl.constexpr,
-    TP: tl.constexpr, E: tl.constexpr, E_INPUT: tl.constexpr, STATE_PARTS: tl.constexpr, INPUT_PARTS: tl.constexpr,
-    K_TYPE: tl.constexpr, V_TYPE: tl.constexpr, OPERAND: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
-    AHEAD: tl.constexpr, TOKENS: tl.constexpr, NORM: tl.constexpr,
+    TP: tl.constexpr, E: tl.constexpr, STATE_PARTS: tl.constexpr, INPUT_PARTS: tl.constexpr, K_TYPE: tl.constexpr,
+    V_TYPE: tl.constexpr, OPERAND: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Outputs of BV rows of one head, from KB columns of the state at a time; records of v.
 
-    With TOKENS, the number of tokens, it solves by itself and writes the other records too. A thread's loads make its
-    share of the product's operand, without an exchange between threads: it reads E columns (16 bytes) of every eighth
-    row, and columns of state and keys are multiplied in the order that follows from that.
+    A thread's loads make its share of the product's operand, without an exchange between threads: it reads E columns
+    (16 bytes) of every eighth row, and columns of state and keys are multiplied in the order that follows from that.
     """
     PARTS: tl.constexpr = (V + BV - 1) // BV
-    MASKED: tl.constexpr = (V % BV != 0) or (KP != K) or TOKENS > 0
+    MASKED: tl.constexpr = (V % BV != 0) or (KP != K)
     part = tl.program_id(0) % PARTS
     head = tl.program_id(0) // PARTS % HV
     key_head = head // heads_per_key
     request = (tl.program_id(0) // PARTS // HV).to(tl.int64)
     k += request * s_k_b + key_head * s_k_h
     q += request * s_q_b + key_head * s_q_h
-    if TOKENS > 0:
-        own_keys, own_queries, own_token, own_c, own = load_tokens(
-            k, q, s_k_t, s_k_k, s_q_t, s_q_k, T, K, KP, TP, E_INPUT, WARPS
-        )  # fmt: skip
-        a += request * s_a_b + head * s_a_h
-        b += request * s_b_b + head * s_b_h
-        A_log_h, a_t, bias, b_t = load_gates(A_log + head * s_A, a, dt_bias + head * s_bias, b, s_a_t, s_b_t, T, TP)
-        own_x = both(k, q, 0, s_k_t, s_k_k, s_q_t, s_q_k, T, K, KP, TP, K_TYPE).to(OPERAND)
     n = part * BV + tl.arange(0, BV)
     t = tl.arange(0, TP)
     v_in = (t < T)[:, None] & (n < V)[None, :]
     v_at = v + request * s_v_b + head * s_v_h + t[:, None] * s_v_t + n[None, :] * s_v_v
     values = tl.load(v_at, mask=v_in, other=0.0).to(V_TYPE)
     slot = tl.load(read_slots + request * s_read).to(tl.int64)
-    go_on = slot >= 0
-    rows = tl.where(go_on, V, 0)
-    if TOKENS > 0:
-        # No branch on the slot: loads would be moved behind it, one latency later.
-        go_on = tl.full((), 1, tl.int1)
-    if go_on:
+    if slot >= 0:
         state += slot * s_state + head * (V * K)
         # A sum of its own for every size of terms: what the matrix unit adds to a large one, it rounds like that.
         large = tl.zeros((BV, 2 * TP), tl.float32)
         medium = tl.zeros((BV, 2 * TP), tl.float32)
         small = tl.zeros((BV, 2 * TP), tl.float32)
-        S_next = _columns(state, 0, part * BV, rows, K, KB, BV, WARPS, E, MASKED)
+        S_next = _columns(state, 0, part * BV, V, K, KB, BV, WARPS, E, MASKED)
         x_next = both(k, q, 0, s_k_t, s_k_k, s_q_t, s_q_k, T, K, KB, TP, K_TYPE)
         for first in tl.static_range(0, KP, KB):
             S = S_next
             x = x_next
             if AHEAD and first + KB < KP:
-                S_next = _columns(state, first + KB, part * BV, rows, K, KB, BV, WARPS, E, MASKED)
+                S_next = _columns(state, first + KB, part * BV, V, K, KB, BV, WARPS, E, MASKED)
                 x_next = both(k, q, first + KB, s_k_t, s_k_k, s_q_t, s_q_k, T, K, KB, TP, K_TYPE)
-            if TOKENS > 0 and first == 0:
-                left = as_operand(own_keys.to(K_TYPE), own_queries, OPERAND)
-                products = gram(left, tl.trans(operand_order(held(own_x, ASM), E_INPUT)), WARPS, "ieee")
-                g, decay, beta = gates(A_log_h, a_t, bias, b_t, T, ASM)
-                factors, M = solve(products, decay, beta, scale, TOKENS, NORM)
-                one = tl.arange(0, WARPS) == 0
-                factors = tl.sum(tl.where(one[:, None], factors, 0.0), 0)
-                M = tl.trans(tl.sum(tl.where(one[:, None, None], M, 0.0), 0))
-                M = side_by_side(M * 0.0, M)
             S = tl.reshape(S.to(tl.float32), (8, BV // (16 * WARPS), 2, WARPS, KB // (4 * E), 4, E // 2, 2))
             S = tl.reshape(tl.permute(S, (1, 3, 2, 0, 4, 6, 5, 7)), (BV, KB))
             x = operand_order(held(x, ASM and AHEAD), E)
@@ -182,26 +146,14 @@ def _verify(
                 S2, S = _part(S, OPERAND)
                 small = tl.dot(S2, tl.trans(x0), small, input_precision="ieee")
             if not AHEAD and first + KB < KP:
-                S_next = _columns(state, first + KB, part * BV, rows, K, KB, BV, WARPS, E, MASKED)
+                S_next = _columns(state, first + KB, part * BV, V, K, KB, BV, WARPS, E, MASKED)
                 x_next = both(k, q, first + KB, s_k_t, s_k_k, s_q_t, s_q_k, T, K, KB, TP, K_TYPE)
         if rawv is not None:
-            tl.store(
-                rawv + (slot * s_rawv + head * (T * V)) + t[:, None] * V + n[None, :],
-                values,
-                mask=v_in & (n < rows)[None, :],
-            )
-            if TOKENS > 0:
-                once = tl.arange(0, WARPS)[None, :, None, None, None] == 0
-                record(
-                    rawk + slot * s_rawk + key_head * (T * K), g_window + slot * s_g + head * T,
-                    beta_window + slot * s_beta + head * T, own_keys.to(K_TYPE), g, beta, own_token * K + own_c,
-                    own & once, tl.where((rows > 0) & (part == 0), T, 0),
-                    (rows > 0) & (part == 0) & (head % heads_per_key == 0),
-                )  # fmt: skip
-        if TOKENS == 0:
-            if OVERLAP:
-                gdc_wait()
-            factors, M = _solved(solved, request * HV + head, TP)
+            to_v = rawv + (slot * s_rawv + head * (T * V)) + t[:, None] * V + n[None, :]
+            tl.store(to_v, values, mask=v_in)
+        if OVERLAP:
+            gdc_wait()
+        factors, M = _solved(solved, request * HV + head, TP)
         products = (large + (medium + small)) * factors[None, :]
         Sk, _ = _halves(products)
         W0, rest = _part(tl.trans(held(values, ASM)).to(tl.float32) - Sk, OPERAND)
@@ -214,11 +166,11 @@ def _verify(
         W = side_by_side(side_by_side(W0, W0), side_by_side(W1, W0))
         M = _stacked(_stacked(M0 * 0, M0 * 0), _stacked(M1, M2))
         W = side_by_side(W, side_by_side(side_by_side(W2, W1), side_by_side(W0, W0)))
-        # Held: else the last reshape moves behind the write to shared memory, from which Triton 3.6 then reads wrongly.
+        # Held, so that it is reshaped here and not in shared memory: where it was, results were wrong (Triton 3.6).
         M = held(_stacked(M, _stacked(_stacked(M0, M0), _stacked(M1, M0))), ASM)
         _, out = _halves(products + tl.dot(W, M, input_precision="ieee"))
         to = output + request * s_out_b + head * V + t[None, :] * s_out_t + n[:, None]
-        tl.store(to, out.to(output.dtype.element_ty), mask=(t < T)[None, :] & (n < rows)[:, None])
+        tl.store(to, out.to(output.dtype.element_ty), mask=(t < T)[None, :] & (n < V)[:, None])
     elif OVERLAP:
         gdc_wait()
 
@@ -227,12 +179,6 @@ def _verify(
 def _overlaps(device: torch.device) -> bool:
     """Whether the second kernel may start before the first has ended: from SM90 on."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
-
-
-@cache
-def _one_kernel_is_the_same(device: torch.device) -> bool:
-    """Whether the form in one kernel has the bits of the one in two: tested for SM90."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def verify(
@@ -261,33 +207,26 @@ def verify(
         return
     interpreted = triton.knobs.runtime.interpret
     overlap = _overlaps(q.device) and not interpreted
+    tile = tensor_core_tile(V, K, initial_state.element_size(), q.element_size(), T, batch * HV)
     parts, wide = _PARTS[q.dtype], 16 // q.element_size()
     k_type = k.dtype if rawk is None else rawk.dtype
-    exact = parts == 1 and _one_kernel_is_the_same(q.device)
-    tile = tensor_core_tile(V, K, initial_state.element_size(), q.element_size(), T, batch * HV, exact)
-    gate_inputs = A_log, a, dt_bias, b
-    gate_strides = A_log.stride(0), *a.stride(), dt_bias.stride(0), *b.stride()
-    record_strides = stride(rawk, 0), stride(g_window, 0), stride(beta_window, 0)
-    solved = None
-    if not tile.alone:
-        solved = torch.empty(batch * HV * (2 + tile.tokens) * tile.tokens, dtype=torch.float32, device=q.device)
-        solve_ahead[(batch * HV,)](
-            solved, rawk, g_window, beta_window, q, k, initial_state_indices, *gate_inputs, scale, *record_strides,
-            *q.stride(), *k.stride(), initial_state_indices.stride(0), *gate_strides, HV, HV // H,
-            T=T, TP=tile.tokens, K=K, KP=tile.columns, E=wide, NORM=use_qk_l2norm,
-            OPERAND=_TYPES[q.dtype] if parts == 1 or k_type == q.dtype else tl.float32,
-            PRECISION="ieee" if interpreted else "tf32x3", ASM=overlap, OVERLAP=overlap, num_warps=1,
-            enable_fp_fusion=False,
-        )  # fmt: skip
-    options = {"launch_pdl": True} if overlap and not tile.alone else {}
+    solved = torch.empty(batch * HV * (2 + tile.tokens) * tile.tokens, dtype=torch.float32, device=q.device)
+    solve_ahead[(batch * HV,)](
+        solved, rawk, g_window, beta_window, q, k, initial_state_indices, A_log, a, dt_bias, b, scale,
+        stride(rawk, 0), stride(g_window, 0), stride(beta_window, 0), *q.stride(), *k.stride(),
+        initial_state_indices.stride(0), A_log.stride(0), *a.stride(), dt_bias.stride(0), *b.stride(), HV, HV // H,
+        T=T, TP=tile.tokens, K=K, KP=tile.columns, E=wide, NORM=use_qk_l2norm,
+        OPERAND=_TYPES[q.dtype] if parts == 1 or k_type == q.dtype else tl.float32,
+        PRECISION="ieee" if interpreted else "tf32x3", ASM=overlap, OVERLAP=overlap, num_warps=1,
+        enable_fp_fusion=False,
+    )  # fmt: skip
     _verify[(batch * HV * triton.cdiv(V, tile.rows),)](
-        initial_state, output, rawv, rawk, g_window, beta_window, q, k, v, initial_state_indices, *gate_inputs, scale,
-        solved, initial_state.stride(0), *output.stride()[:2], stride(rawv, 0), *record_strides, *q.stride(),
-        *k.stride(), *v.stride(), initial_state_indices.stride(0), *gate_strides, T, HV, HV // H,
+        initial_state, output, rawv, q, k, v, initial_state_indices, solved,
+        initial_state.stride(0), *output.stride()[:2], stride(rawv, 0), *q.stride(), *k.stride(), *v.stride(),
+        initial_state_indices.stride(0), T, HV, HV // H,
         V=V, K=K, KP=tile.columns, KB=tile.block, BV=tile.rows, WARPS=tile.warps, TP=tile.tokens,
-        E=16 // initial_state.element_size(), E_INPUT=wide, STATE_PARTS=_PARTS[initial_state.dtype], INPUT_PARTS=parts,
+        E=16 // initial_state.element_size(), STATE_PARTS=_PARTS[initial_state.dtype], INPUT_PARTS=parts,
         K_TYPE=_TYPES[k_type], V_TYPE=_TYPES[v.dtype if rawv is None else rawv.dtype],
-        OPERAND=tl.float32 if interpreted else tl.bfloat16, ASM=overlap, OVERLAP=overlap and not tile.alone,
-        AHEAD=tile.ahead, TOKENS=T if tile.alone else 0, NORM=use_qk_l2norm,
-        num_warps=tile.warps, num_stages=1, enable_fp_fusion=False, **options,
+        OPERAND=tl.float32 if interpreted else tl.bfloat16, ASM=overlap, OVERLAP=overlap, AHEAD=tile.ahead,
+        num_warps=tile.warps, num_stages=1, enable_fp_fusion=False, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip

@@ -1,7 +1,6 @@
 """The part of the window form (``docs/maths.md`` §7) that needs no state: gates, products of the tokens, the solve.
 
-A kernel of one warp per head does it ahead of the one that reads states, or that one does it itself: then each of its
-warps has a copy of everything, because exchanging numbers between warps would take longer.
+A kernel of one warp per head does it ahead of the one that reads states.
 """
 
 import triton
@@ -26,27 +25,6 @@ def held(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def load_tokens(
-    k, q, s_k_t, s_k_k, s_q_t, s_q_k, T,
-    K: tl.constexpr, KP: tl.constexpr, TP: tl.constexpr, E: tl.constexpr, COPIES: tl.constexpr,
-):  # fmt: skip
-    """Keys and queries ``[8, COPIES, TP / 8, KP / 4E, 4E]``, of which a thread has what it needs in `as_operand`.
-
-    Also where they stand: tokens, columns, and a mask.
-    """
-    copy = tl.arange(0, COPIES)[None, :, None, None, None]
-    token = tl.arange(0, TP // 8)[None, None, :, None, None] * 8 + tl.arange(0, 8)[:, None, None, None, None]
-    token = (token + copy * 0).to(tl.int64)
-    c = (
-        tl.arange(0, KP // (4 * E))[None, None, None, :, None] * (4 * E)
-        + tl.arange(0, 4 * E)[None, None, None, None, :]
-    )
-    inside = (token < T) & (c < K)
-    keys = tl.load(k + token * s_k_t + c * s_k_k, mask=inside, other=0.0)
-    return keys, tl.load(q + token * s_q_t + c * s_q_k, mask=inside, other=0.0), token, c, inside
-
-
-@triton.jit
 def both(
     k, q, first, s_k_t, s_k_k, s_q_t, s_q_k, T,
     K: tl.constexpr, COLUMNS: tl.constexpr, TP: tl.constexpr, K_TYPE: tl.constexpr,
@@ -65,22 +43,6 @@ def both(
 
 
 @triton.jit
-def as_operand(keys, queries, OPERAND: tl.constexpr):
-    """What `load_tokens` returned as the left operand of `gram`: rows of keys, then of queries, once per copy."""
-    COPIES: tl.constexpr = keys.shape[1]
-    TP: tl.constexpr = keys.shape[2] * 8
-    E: tl.constexpr = keys.shape[4] // 4
-    KP: tl.constexpr = keys.shape[3] * 4 * E
-    x = tl.join(keys.to(OPERAND), queries.to(OPERAND))
-    x = tl.reshape(x, (8, COPIES, TP // 8, KP // (4 * E), 4, E // 2, 2, 2))
-    if TP == 8:
-        x = tl.permute(x, (1, 7, 2, 0, 3, 5, 4, 6))
-    else:
-        x = tl.permute(x, (7, 1, 2, 0, 3, 5, 4, 6))
-    return tl.reshape(x, (2 * TP * COPIES, KP))
-
-
-@triton.jit
 def operand_order(x, E: tl.constexpr):
     """Columns in the order in which loads of E columns a thread make an operand."""
     ROWS: tl.constexpr = x.shape[0]
@@ -90,28 +52,7 @@ def operand_order(x, E: tl.constexpr):
 
 
 @triton.jit
-def gram(x, x_t, COPIES: tl.constexpr, PRECISION: tl.constexpr):
-    """Products of all keys and queries with each other, ``[COPIES, 2 TP, 2 TP]``."""
-    ROWS: tl.constexpr = x_t.shape[1]
-    products = tl.dot(x, x_t, input_precision=PRECISION)
-    if ROWS == 16:
-        return tl.reshape(products, (COPIES, ROWS, ROWS))
-    else:
-        products = tl.permute(tl.reshape(products, (2, COPIES, ROWS // 2, ROWS)), (1, 0, 2, 3))
-        return tl.reshape(products, (COPIES, ROWS, ROWS))
-
-
-@triton.jit
-def load_gates(A_log, a, dt_bias, b, s_a_t, s_b_t, T, TP: tl.constexpr):
-    """What `gates` takes: one head's parameters, and its inputs of the tokens, ``[TP]``."""
-    t = tl.arange(0, TP)
-    a_t = tl.load(a + t * s_a_t, mask=t < T, other=0.0).to(tl.float32)
-    b_t = tl.load(b + t * s_b_t, mask=t < T, other=0.0).to(tl.float32)
-    return tl.load(A_log).to(tl.float32), a_t, tl.load(dt_bias).to(tl.float32), b_t
-
-
-@triton.jit
-def gates(A_log, a, dt_bias, b, T, ASM: tl.constexpr):
+def _gates(A_log, a, dt_bias, b, T, ASM: tl.constexpr):
     """Log decay, decay and beta of the tokens ``[TP]``; a decay of 1 and any beta beyond T."""
     g = log_decay(A_log, a, dt_bias)
     decay = tl.where(tl.arange(0, a.shape[0]) < T, exp(g), 1.0)
@@ -128,55 +69,43 @@ def _inverse_norm(squares):
 
 
 @triton.jit
-def solve(products, decay, beta, scale, T: tl.constexpr, NORM: tl.constexpr):
-    """Factors of S k and S q ``[COPIES, 2 TP]`` and ``M = F (I + A)^-1 diag(beta)`` ``[COPIES, TP, TP]``.
+def _solve(products, decay, beta, scale, T: tl.constexpr, NORM: tl.constexpr):
+    """Factors of S k and S q ``[2 TP]`` and ``M = F (I + A)^-1 diag(beta)`` ``[TP, TP]``.
 
     With ``A = diag(beta) L`` that is the solution of ``M (I + L diag(beta)) = F diag(beta)``, found in fp32 by backward
-    substitution, a column of M at a time. Only sums with one term that is not zero are formed across threads, so that
-    every layout gives the same bits.
+    substitution, a column of M at a time.
     """
-    COPIES: tl.constexpr = products.shape[0]
-    TP: tl.constexpr = products.shape[1] // 2
+    TP: tl.constexpr = products.shape[0] // 2
     row = tl.arange(0, 2 * TP)
-    t = tl.arange(0, TP)[None, :, None]
-    j = tl.arange(0, TP)[None, None, :]
+    t = tl.arange(0, TP)[:, None]
+    j = tl.arange(0, TP)[None, :]
     # Products of decays, not differences of sums of logarithms, which may be infinite. Numbers, which are in every
     # thread, become part of tiles without an exchange between layouts.
-    between = tl.full((1, TP, TP), 1.0, tl.float32)
+    between = tl.full((TP, TP), 1.0, tl.float32)
     prefix = tl.full((2 * TP,), 1.0, tl.float32)
-    strengths = tl.full((1, 1, TP), 0.0, tl.float32)
+    strengths = tl.full((1, TP), 0.0, tl.float32)
     for i in tl.static_range(T):
         here = tl.arange(0, TP) == i
         number = tl.sum(tl.where(here, decay, 0.0), 0)
         between = between * tl.where((t >= i) & (j < i), number, 1.0)
         prefix = prefix * tl.where(row % TP >= i, number, 1.0)
         strengths = tl.where(j == i, tl.sum(tl.where(here, beta, 0.0), 0), strengths)
-    factors = (prefix * tl.where(row < TP, 1.0, scale))[None, :]
+    factors = prefix * tl.where(row < TP, 1.0, scale)
     if NORM:
-        squares = tl.where(row[None, :, None] == row[None, None, :], products, 0.0)
-        norms = _inverse_norm(tl.sum(squares, 2))
-        products = products * norms[:, :, None] * _inverse_norm(tl.sum(squares, 1))[:, None, :]
+        squares = tl.where(row[:, None] == row[None, :], products, 0.0)
+        norms = _inverse_norm(tl.sum(squares, 1))
+        products = products * norms[:, None] * _inverse_norm(tl.sum(squares, 0))[None, :]
         factors = factors * norms
-    left, _ = tl.split(tl.permute(tl.reshape(products, (COPIES, 2, TP, 2, TP)), (0, 2, 4, 1, 3)))
+    left, _ = tl.split(tl.permute(tl.reshape(products, (2, TP, 2, TP)), (1, 3, 0, 2)))
     kk, qk = tl.split(left)
     weights = between * strengths
     system = tl.where(t > j, kk * weights, 0.0)
     M = tl.where(t >= j, qk * weights * scale, 0.0)
     for i in tl.static_range(T - 1):
-        column = tl.sum(tl.where(j == T - 1 - i, M, 0.0), 2)
-        equation = tl.sum(tl.where(t == T - 1 - i, system, 0.0), 1)
-        M = tl.fma(-column[:, :, None], equation[:, None, :], M)
+        column = tl.sum(tl.where(j == T - 1 - i, M, 0.0), 1)
+        equation = tl.sum(tl.where(t == T - 1 - i, system, 0.0), 0)
+        M = tl.fma(-column[:, None], equation[None, :], M)
     return factors, M
-
-
-@triton.jit
-def record(rawk, g_window, beta_window, keys, g, beta, at_k, inside, count, with_keys):
-    """Store the records of one head's first ``count`` tokens, and those of its key head ``with_keys``."""
-    t = tl.arange(0, g.shape[0])
-    tl.store(g_window + t, g, mask=t < count)
-    tl.store(beta_window + t, beta, mask=t < count)
-    if with_keys:
-        tl.store(rawk + at_k, keys, mask=inside)
 
 
 @triton.jit
@@ -195,23 +124,32 @@ def solve_ahead(
     request = (tl.program_id(0) // HV).to(tl.int64)
     k += request * s_k_b + key_head * s_k_h
     q += request * s_q_b + key_head * s_q_h
-    keys, queries, token, c, inside = load_tokens(k, q, s_k_t, s_k_k, s_q_t, s_q_k, T, K, KP, TP, E, 1)
+    # A thread's loads make its share of both operands of the products; the order of columns is free.
+    token = (tl.arange(0, TP // 8)[None, :, None, None] * 8 + tl.arange(0, 8)[:, None, None, None]).to(tl.int64)
+    c = tl.arange(0, KP // (4 * E))[None, None, :, None] * (4 * E) + tl.arange(0, 4 * E)[None, None, None, :]
+    inside = (token < T) & (c < K)
+    keys = tl.load(k + token * s_k_t + c * s_k_k, mask=inside, other=0.0)
+    queries = tl.load(q + token * s_q_t + c * s_q_k, mask=inside, other=0.0)
     a += request * s_a_b + head * s_a_h
     b += request * s_b_b + head * s_b_h
-    A_log_h, a_t, bias, b_t = load_gates(A_log + head * s_A, a, dt_bias + head * s_bias, b, s_a_t, s_b_t, T, TP)
+    t = tl.arange(0, TP)
+    a_t = tl.load(a + t * s_a_t, mask=t < T, other=0.0).to(tl.float32)
+    b_t = tl.load(b + t * s_b_t, mask=t < T, other=0.0).to(tl.float32)
+    A_log_h = tl.load(A_log + head * s_A).to(tl.float32)
+    bias = tl.load(dt_bias + head * s_bias).to(tl.float32)
     slot = tl.load(read_slots + request * s_read).to(tl.int64)
     # No branch on the slot: loads would be moved behind it, one latency later.
-    g, decay, beta = gates(A_log_h, a_t, bias, b_t, T, ASM)
+    g, decay, beta = _gates(A_log_h, a_t, bias, b_t, T, ASM)
     if rawk is not None:
         keys = keys.to(rawk.dtype.element_ty)
-        record(
-            rawk + slot * s_rawk + key_head * (T * K), g_window + slot * s_g + head * T,
-            beta_window + slot * s_beta + head * T, keys, g, beta, token * K + c, inside, tl.where(slot >= 0, T, 0),
-            (slot >= 0) & (head % heads_per_key == 0),
-        )  # fmt: skip
-    x = as_operand(keys, queries, OPERAND)
-    factors, M = solve(gram(x, tl.trans(x), 1, PRECISION), decay, beta, scale, T, NORM)
+        count = tl.where(slot >= 0, T, 0)
+        tl.store(g_window + slot * s_g + head * T + t, g, mask=t < count)
+        tl.store(beta_window + slot * s_beta + head * T + t, beta, mask=t < count)
+        if (slot >= 0) & (head % heads_per_key == 0):
+            tl.store(rawk + slot * s_rawk + key_head * (T * K) + token * K + c, keys, mask=inside)
+    x = tl.reshape(tl.join(keys.to(OPERAND), queries.to(OPERAND)), (8, TP // 8, KP // (4 * E), 4, E // 2, 2, 2))
+    x = tl.reshape(tl.permute(x, (6, 1, 0, 2, 4, 3, 5)), (2 * TP, KP))
+    factors, M = _solve(tl.dot(x, tl.trans(x), input_precision=PRECISION), decay, beta, scale, T, NORM)
     solved += (request * HV + head) * (2 * TP + TP * TP)
-    t = tl.arange(0, TP)
-    tl.store(solved + tl.arange(0, 2 * TP)[None, :], factors)
-    tl.store(solved + 2 * TP + t[None, :, None] * TP + t[None, None, :], M)
+    tl.store(solved + tl.arange(0, 2 * TP), factors)
+    tl.store(solved + 2 * TP + t[:, None] * TP + t[None, :], M)
