@@ -85,6 +85,6 @@ def batch_tile(
     rows = min(64 if dstate <= 128 else 32, padded(headdim))
     small = chunk_size <= 128
     return BatchTile(
-        8, min(64 if small else 32, padded(dstate)), 128 if small else None, rows, min(32, padded(dstate)),
-        min(rows, 16), 32, 4, 96 if tokens == 1 else 128,
+        8, min(64 if small else 32, padded(dstate)), 128 if small else None, rows, min(64, padded(dstate)),
+        min(rows, 32), 32, 4, 96 if tokens == 1 else 128,
     )  # fmt: skip

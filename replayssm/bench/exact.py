@@ -87,9 +87,9 @@ def _standard_decode(options: Options) -> list[Decode]:
         return [Decode(16, 1, 64, t, "mix", b) for t in (1, 4) for b in ((1,) if options.quick else (1, 4))]
     if options.quick:
         return [Decode(128, 8, 128, t, "mix", b) for t in (1, 4) for b in (1, 64)]
-    lines = [Decode(128, 8, q, t, "mix", b) for q in (128, 256) for t in (1, 4) for b in (1, 16, 64, 128)]
+    lines = [Decode(128, 8, 128, t, "mix", b) for t in (1, 4) for b in (1, 16, 64, 128)]
     lines += [Decode(16, 1, 128, t, "mix", b) for t in (1, 4) for b in (1, 16, 64, 256)]
-    return lines + [Decode(128, 8, 128, 1, "chunk", b) for b in (16, 128)] + [Decode(16, 1, 128, 1, "chunk", 256)]
+    return [*lines, Decode(128, 8, 128, 1, "chunk", 128), Decode(16, 1, 128, 1, "chunk", 256)]
 
 
 def _standard_scan(options: Options) -> list[Scan]:
@@ -97,7 +97,7 @@ def _standard_scan(options: Options) -> list[Scan]:
         return [Scan(16, 1, 64, 512)]
     if options.quick:
         return [Scan(128, 8, 128, 8192)]
-    return [Scan(h, 8, q, length) for h in (128, 64) for q in (128, 256) for length in (2048, 8192, 32768)]
+    return [Scan(h, 8, 128, length) for h in (128, 64) for length in (2048, 8192, 32768)]
 
 
 def _label(line: Decode | Scan) -> str:

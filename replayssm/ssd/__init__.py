@@ -67,8 +67,8 @@ def chunk_scan(
     C_t + D x_t) silu(z_t)`` with ``dt' = clamp(softplus(dt + dt_bias))`` (Dao and Gu, "Transformers are SSMs", 2024).
     It is computed chunk by chunk, and chunks are counted from each sequence's own first token: from the state at the
     last boundary in fp32, and from the rows of the chunk so far. Scaled B, weights and the state that an output reads
-    are rounded to x's dtype; sums are fp32, those of dt fp64 on the CPU. On a GPU the bits are those of mamba_ssm's Triton
-    kernels for 16-bit inputs (:func:`pin_mamba_ssm`).
+    are rounded to x's dtype; sums are fp32, those of dt fp64 on the CPU. On a GPU the bits are those of mamba_ssm's
+    Triton kernels for 16-bit inputs (:func:`pin_mamba_ssm`).
 
     A sequence whose earlier calls ended within a chunk continues from two sources: the state at its last boundary
     (``initial_states``) and the rows since then (the buffers, of which ``num_buffered[slot]`` rows come before the new

@@ -37,7 +37,7 @@ def state_tile(chunk_size: int, headdim: int, dstate: int, input_bytes: int) -> 
     if input_bytes == 4:  # fp32 products run without matrix units
         return StateTile(min(32, padded(headdim)), min(32, padded(dstate)), 16, 4, 1)
     rows = min(64, padded(headdim))
-    return StateTile(rows, min(64, padded(dstate)), min(64, padded(chunk_size)), 4, 3)
+    return StateTile(rows, min(64, padded(dstate)), min(128, padded(chunk_size)), 4, 2)
 
 
 class ScanTile(NamedTuple):

@@ -20,7 +20,8 @@ def pin_mamba_ssm() -> None:
     mamba_ssm measures at run time which tile its kernels take. Of its five forward kernels only the cumulative sum
     gives other bits with another tile (``docs/numerics.md`` §5): with fewer than 8 heads, and for chunks below 64 with
     more. So a trainer that wants its forward pass, and decode with replayssm, to have the same bits in every process
-    calls this once, before the first scan. With a CUDA device present, sums of every supported chunk size are then computed by both and compared.
+    calls this once, before the first scan. With a CUDA device present, sums of chunks of all sizes are then computed by
+    both and compared.
 
     Raises:
         ImportError: mamba_ssm, or its Triton kernels, cannot be imported.

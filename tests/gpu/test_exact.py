@@ -17,6 +17,7 @@ from replayssm.batch_invariant_decode import (
     _masked_update_rows,
     batch_invariant_decode_buffered_scan,
 )
+from replayssm.bench import exact as bench
 from replayssm.ssd.kernels.arithmetic import sums
 
 pytestmark = [
@@ -236,3 +237,26 @@ def check_last_slot(case, buffers, state, slot):
         )
         assert torch.equal(out[0, 0], whole[t])
     assert torch.equal(state[-1], case.tokens(0, 16).whole()[2]) and not state[0].any()
+
+
+class Untimed:
+    """A timer that only lets the calls run."""
+
+    device, ceiling = torch.device("cuda"), 1.0
+
+    def sets(self, size):
+        return 1
+
+    def micros(self, ways):
+        for calls in ways.values():
+            calls[0]()
+        return dict.fromkeys(ways, 1.0)
+
+
+@pytest.mark.parametrize(("tokens", "batch"), [(1, 2), (1, 40), (4, 2), (4, 40)])
+def test_the_benchmark_finds_the_bits_it_looks_for(tokens, batch):
+    assert bench._run_decode(bench.Decode(16, 1, 128, tokens, "mix", batch), Untimed())["error"] == 0
+
+
+def test_the_benchmark_of_the_scan():
+    assert bench._run_scan(bench.Scan(64, 8, 128, 1024), Untimed())["error"] == 0

@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from replayssm.batch_invariant_decode.kernels.fold import cross_chunks, score, skip_of, tokens_of
 from replayssm.batch_invariant_decode.kernels.lanes import lane_rows, move_cursors, pad, store_rows
 from replayssm.batch_invariant_decode.kernels.prepare import store_weights
-from replayssm.ssd.kernels.arithmetic import finished
+from replayssm.ssd.kernels.arithmetic import finished, holds_no_number
 from replayssm.ssd.kernels.constants import PER_CALL
 
 
@@ -137,10 +137,20 @@ def score_kernel(
         is_new = p_in[:, None] & (t < seq_len)[None, :]
         skip = skip_of(D, p, p_in, s_D_element)
         x_new, gate = tokens_of(x, z, D, p, is_new, t, s_x, s_z)
-        y = score(
-            carried, x_rows, x, row_weights, row_decays, p_in, p, start, 0, live, end, live, s_x_row, s_x, seq_len,
-            ring_len, ROWS, BT, 2, not ONE, OPERAND,
-        )  # fmt: skip
+        careful = 0
+        if not ONE:
+            fresh = tl.load(x + (t * s_x)[None, :] + p[:, None], mask=is_new, other=0.0)
+            careful = holds_no_number(fresh)
+        if careful != 0:
+            y = score(
+                carried, x_rows, x, row_weights, row_decays, p_in, p, start, 0, live, end, live, s_x_row, s_x, seq_len,
+                ring_len, ROWS, BT, True, OPERAND,
+            )  # fmt: skip
+        else:
+            y = score(
+                carried, x_rows, x, row_weights, row_decays, p_in, p, start, 0, live, end, live, s_x_row, s_x, seq_len,
+                ring_len, ROWS, BT, False, OPERAND,
+            )  # fmt: skip
         y = finished(y, x_new, skip, gate, D is not None, z is not None)
         tl.store(out + (t * s_out)[None, :] + p[:, None], y.to(out.dtype.element_ty), mask=is_new)
     if leads:

@@ -10,18 +10,19 @@ from replayssm.ssd.kernels.arithmetic import finished, fold_columns, holds_no_nu
 @triton.jit
 def score(
     carried, x_rows, x, weights, decays, p_in, p, start, first, before, rows, stored, x_row, s_x, seq_len, ring_len,
-    ROWS: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr, CAREFUL: tl.constexpr, OPERAND: tl.constexpr,
+    ROWS: tl.constexpr, BT: tl.constexpr, CAREFUL: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """``y`` [rows of the state, tokens] before skip and gate, from the ``rows`` rows of the chunk at ``first``.
 
     ``carried`` is the state times C. Token i is row ``before + i`` of the chunk. Columns of tokens that lie in another
-    chunk hold nothing of use.
+    chunk hold nothing of use. With ``CAREFUL`` a new row of x may be no number. Loads are then not read ahead: Triton
+    3.6 reads into the memory of a product that stands in a branch.
     """
     t = tl.arange(0, carried.shape[1])
     token = tl.arange(0, BT)
     decay = tl.load(decays + t, mask=t < seq_len, other=0.0)
     y = carried * decay[None, :]
-    for j0 in tl.range(0, rows, BT, num_stages=STAGES):
+    for j0 in tl.range(0, rows, BT, num_stages=1 if CAREFUL else 2):
         j = j0 + token
         w = tl.load(weights + (t * ROWS)[None, :] + j[:, None], mask=(t < seq_len)[None, :], other=0.0)
         at = row_pointers(x_rows, x_row, x, s_x, start, first + j, stored, ring_len)
@@ -48,7 +49,7 @@ def folded(
     """The state after the ``rows`` rows of the chunk at ``first``."""
     added = tl.zeros(state.shape, tl.float32)
     n = tl.arange(0, state.shape[1])
-    for j0 in range(0, rows, BT):
+    for j0 in tl.range(0, rows, BT, num_stages=4):
         j = j0 + tl.arange(0, BT)
         j_in = j < rows
         x_at = row_pointers(x_rows, x_row, x, s_x, start, first + j, stored, ring_len)
@@ -107,7 +108,7 @@ def cross_chunks(
                 carried = tl.dot(block.to(OPERAND), C, input_precision="ieee")
                 y = score(
                     carried, x_rows, x, weights, decays, q_in, q, start, first, before, rows, stored, x_row, s_x,
-                    seq_len, ring_len, ROWS, BT, 1, LAZY, OPERAND,
+                    seq_len, ring_len, ROWS, BT, LAZY, OPERAND,
                 )  # fmt: skip
                 mine = q_in[:, None] & ((t >= -before) & (t < rows - before))[None, :]
                 x_new, gate = tokens_of(x, z, D, q, mine, t, s_x, s_z)

@@ -8,6 +8,48 @@ from replayssm.ssd.kernels.constants import PER_CALL
 from replayssm.ssd.kernels.rows import buffered_rows, row_pointers, sequence_bounds, sequence_of
 
 
+@triton.jit
+def _chunk_rows(
+    y, x, B, old_x, old_B, C_at, dt, sums, newest, m, p, p_in, wanted, first, buffered, start, origin, limit, m0,
+    s_x, s_x_row, s_B, s_B_row, ring_len,
+    N: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, CAREFUL: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """``y`` plus the chunk's rows up to ``m`` under their weights.
+
+    With ``CAREFUL`` a row of x may be no number. Loads are then not read ahead: Triton 3.6 reads into the memory of a
+    product that stands in a branch.
+    """
+    token = tl.arange(0, BT)
+    for j0 in tl.range(0, m0 + BT, BT, num_stages=1 if CAREFUL else 2):
+        j = j0 + token
+        j_in = j < limit
+        products = tl.zeros((BT, BT), tl.float32)
+        B_at = row_pointers(B, s_B, old_B, s_B_row, origin + j, first, buffered, start, ring_len)
+        for n0 in tl.static_range(0, N, BN):
+            n = n0 + tl.arange(0, BN)
+            C_rows = tl.load(C_at + n[None, :], mask=wanted[:, None] & (n < N)[None, :], other=0.0)
+            B_rows = tl.load(B_at[:, None] + n[None, :], mask=j_in[:, None] & (n < N)[None, :], other=0.0)
+            products = tl.dot(C_rows, tl.trans(B_rows), products, input_precision="ieee")
+        older = tl.load(sums + j, mask=j_in, other=0.0)
+        dt_row = tl.load(dt + j, mask=j_in, other=0.0)
+        w = weights(products, newest[:, None], older[None, :], dt_row[None, :])
+        w = tl.where(m[:, None] >= j[None, :], w, 0.0).to(OPERAND)
+        x_at = row_pointers(x, s_x, old_x, s_x_row, origin + j, first, buffered, start, ring_len)
+        x_rows = tl.load(x_at[:, None] + p[None, :], mask=j_in[:, None] & p_in[None, :], other=0.0)
+        if CAREFUL:
+            # Zero times a later row that is no number would reach an earlier output.
+            if j0 == m0:
+                before = y
+                for i in range(0, BT):
+                    seen = tl.where((token <= i)[:, None], x_rows, 0.0).to(OPERAND)
+                    y = tl.where((token == i)[:, None], tl.dot(w, seen, before, input_precision="ieee"), y)
+            else:
+                y = tl.dot(w, x_rows, y, input_precision="ieee")
+        else:
+            y = tl.dot(w, x_rows, y, input_precision="ieee")
+    return y
+
+
 @triton.jit(do_not_specialize=PER_CALL)
 def chunk_outputs(
     x, B, C, D, z, x_buffer, B_buffer, dt, sums, entering, flags, cu_seqlens, slots, num_buffered, ring_start, out,
@@ -57,30 +99,16 @@ def chunk_outputs(
         state = tl.load(entering + p[None, :] * N + n[:, None], mask=p_in[None, :] & (n < N)[:, None], other=0.0)
         y = tl.dot(C_rows, state, y, input_precision="ieee")
     y = y * tl.exp(newest)[:, None]
-    for j0 in range(0, m0 + BT, BT):
-        j = j0 + token
-        j_in = j < limit
-        products = tl.zeros((BT, BT), tl.float32)
-        B_at = row_pointers(B, s_B, old_B, s_B_row, origin + j, first, buffered, start, ring_len)
-        for n0 in tl.static_range(0, N, BN):
-            n = n0 + tl.arange(0, BN)
-            C_rows = tl.load(C_at + n[None, :], mask=wanted[:, None] & (n < N)[None, :], other=0.0)
-            B_rows = tl.load(B_at[:, None] + n[None, :], mask=j_in[:, None] & (n < N)[None, :], other=0.0)
-            products = tl.dot(C_rows, tl.trans(B_rows), products, input_precision="ieee")
-        older = tl.load(sums + rows + j, mask=j_in, other=0.0)
-        dt_row = tl.load(dt + rows + j, mask=j_in, other=0.0)
-        w = weights(products, newest[:, None], older[None, :], dt_row[None, :])
-        w = tl.where(m[:, None] >= j[None, :], w, 0.0).to(OPERAND)
-        x_at = row_pointers(x, s_x, old_x, s_x_row, origin + j, first, buffered, start, ring_len)
-        x_rows = tl.load(x_at[:, None] + p[None, :], mask=j_in[:, None] & p_in[None, :], other=0.0)
-        # Zero times a later row that is no number would reach an earlier output.
-        if careful and j0 == m0:
-            before = y
-            for i in range(0, BT):
-                seen = tl.where((token <= i)[:, None], x_rows, 0.0).to(OPERAND)
-                y = tl.where((token == i)[:, None], tl.dot(w, seen, before, input_precision="ieee"), y)
-        else:
-            y = tl.dot(w, x_rows, y, input_precision="ieee")
+    if careful:
+        y = _chunk_rows(
+            y, x, B, old_x, old_B, C_at, dt + rows, sums + rows, newest, m, p, p_in, wanted, first, buffered, start,
+            origin, limit, m0, s_x, s_x_row, s_B, s_B_row, ring_len, N, BT, BN, True, OPERAND,
+        )  # fmt: skip
+    else:
+        y = _chunk_rows(
+            y, x, B, old_x, old_B, C_at, dt + rows, sums + rows, newest, m, p, p_in, wanted, first, buffered, start,
+            origin, limit, m0, s_x, s_x_row, s_B, s_B_row, ring_len, N, BT, BN, False, OPERAND,
+        )  # fmt: skip
     at = new_row[:, None]
     mask = wanted[:, None] & p_in[None, :]
     skip = 0.0
