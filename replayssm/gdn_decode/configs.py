@@ -26,20 +26,43 @@ def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def simt_tile(V: int, K: int, heads: int) -> Tile:
-    """Tile of the kernels that run token by token.
+def _tile(V: int, K: int, held: int, blocks: int, hold: bool = True) -> Tile:
+    """The tile in which a thread holds ``held`` rows of a block, with as many blocks as V has at most."""
+    columns = max(4, next_power_of_2(K) // 4)
+    lanes = 128 // columns
+    rows = max(lanes, min(held * lanes, next_power_of_2(V)))
+    blocks = min(blocks, -(-V // rows))
+    return Tile(columns, rows, blocks, hold or blocks == 1)
+
+
+def verify_tile(V: int, K: int, heads: int, seq_len: int) -> Tile:
+    """Tile of the step that runs token by token.
 
     Args:
         V: rows of a head's state.
         K: columns.
-        heads: heads of all requests and layers.
+        heads: heads of all requests.
+        seq_len: T.
     """
-    columns = max(4, next_power_of_2(K) // 4)
-    lanes = 128 // columns
-    rows = max(lanes, min((4 if heads >= 128 else 2) * lanes, next_power_of_2(V)))
-    blocks = -(-V // rows)
-    together = blocks if heads >= 4096 else 2 if heads >= 1024 else 1
-    return Tile(columns, rows, min(together, blocks))
+    if heads < 128:
+        return _tile(V, K, 2, 1)
+    if seq_len == 1:
+        return _tile(V, K, 4, 1)
+    return _tile(V, K, 8, 1) if heads < 4096 else _tile(V, K, 8, 4, False)
+
+
+def records_tile(V: int, K: int, heads: int) -> Tile:
+    """Tile of commit and materialize; ``heads`` of all requests and layers, else as ``verify_tile``."""
+    if heads < 128:
+        return _tile(V, K, 2, 1)
+    return _tile(V, K, 8, 1) if heads < 4096 else _tile(V, K, 4, 8)
+
+
+def lazy_tile(V: int, K: int, heads: int) -> Tile:
+    """Tile of the step that carries queries back; arguments as of ``verify_tile``."""
+    if heads < 128:
+        return _tile(V, K, 2, 1)
+    return _tile(V, K, 4, 2 if heads < 1024 else 8)
 
 
 class TensorCoreTile(NamedTuple):
@@ -76,8 +99,3 @@ def tensor_core_tile(V: int, K: int, state_bytes: int, input_bytes: int, seq_len
     columns = max(64 // state_bytes, 64 // input_bytes, next_power_of_2(K))
     rows = max(16, min(64, next_power_of_2(V)))
     return TensorCoreTile(8 if seq_len <= 8 else 16, columns, min(columns, 64), rows, rows // 16, heads <= 128)
-
-
-def lazy_tile(V: int, K: int, heads: int) -> Tile:
-    """Tile of the lazy step in which queries are carried back; see ``simt_tile``."""
-    return simt_tile(V, K, heads)

@@ -16,8 +16,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
-SIZES = [(16, 32, 128, 128), (1, 3, 256, 72), (3, 3, 33, 65)]
+f32, bf16 = torch.float32, torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +35,7 @@ def decode(call, count):
     return state, torch.cat(outputs, 1)
 
 
-@pytest.mark.parametrize(("sizes", "dtype"), zip(SIZES, (bf16, f32, f16), strict=True))
+@pytest.mark.parametrize(("sizes", "dtype"), [((16, 32, 128, 128), bf16), ((1, 3, 200, 72), f32)])
 def test_every_op_applies_a_token_alike(sizes, dtype):
     """Verify, its windows committed and materialized, the lazy ring and its flush: the bits of decoding."""
     H, HV, K, V = sizes
@@ -56,7 +55,7 @@ def test_every_op_applies_a_token_alike(sizes, dtype):
         stored = call.initial_state.clone()
         materialize(stored[None], *poisoned, int32([3, 2]), int32([0, 5]), int32([count, count]))
         assert torch.equal(stored[[0, 5]], wanted[[3, 2]])
-    flushed = lazily(call, [(4, 3), (1, 1), (3, 0), (5, 5), (2, 2)], 6)
+    flushed = lazily(call, [(4, 3), (1, 1), (3, 0), (3, 3), (4, 4)], 6)
     assert torch.equal(as_bytes(flushed[0]), as_bytes(decode(call, flushed[1])[0]))
     assert torch.equal(flushed[2], outputs[:2, : flushed[2].shape[1]])
 
@@ -86,17 +85,16 @@ def lazily(call, steps, window):
     return state, folded, torch.cat(outputs, 1).clone()
 
 
-@pytest.mark.parametrize("state_dtype", [f32, bf16])
-def test_a_request_has_the_same_bits_in_every_batch(state_dtype):
+def test_a_request_has_the_same_bits_in_every_batch():
     """One request of 32 heads, ten and 130 of them take different tiles."""
-    call = replace(mtp_call(130, 4, 16, 32, 128, 128, dtype=bf16, state_dtype=state_dtype), backend="simt")
+    call = replace(mtp_call(130, 4, 16, 32, 128, 128, dtype=bf16), backend="simt")
     whole = call.run()
     for rows in ([7], list(range(40, 30, -1))):
         part = call.rows(rows).run()
         slots = call.initial_state_indices[rows]
         assert torch.equal(part.output, whole.output[rows])
         assert torch.equal(as_bytes(part.initial_state[slots]), as_bytes(whole.initial_state[slots]))
-    lazy = lazy_call((7, 3, 5, 0, 8) * 26, 3, 8, H=16, HV=32, K=128, V=128, dtype=bf16, state_dtype=state_dtype)
+    lazy = lazy_call((7, 3, 5, 0, 8) * 26, 3, 8, H=16, HV=32, K=128, V=128, dtype=bf16)
     names = ("q", "k", "v", "a", "b", "output", "state_batch_indices")
     for backend in ("simt", "tensor_core"):
         whole = lazy.run(backend=backend)
@@ -155,14 +153,3 @@ def test_layers_and_slots_beyond_32_bits():
     commit(state, *rings, live, int32([2, 1]))
     assert torch.equal(state[-1, [3, 119]], near[0][0])
     assert torch.equal(state[:, [118, 0]], state[:, [119, 3]])
-
-
-def test_rejected_rows_of_infinity():
-    call = mtp_call(2, 4, 2, 4, 64, 32)
-    windows = [w[None].clone() for w in call.with_windows().run().windows()]
-    state, clean = call.initial_state.clone(), call.initial_state.clone()
-    commit(clean[None], *windows, int32([2]), int32([2]))
-    for window in windows:
-        window[:, :, :, 2:] = torch.inf
-    commit(state[None], *windows, int32([2]), int32([2]))
-    assert torch.equal(as_bytes(state), as_bytes(clean))

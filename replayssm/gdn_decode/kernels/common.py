@@ -1,5 +1,6 @@
 """What the kernels of the family share: reading tokens and states, and what launchers need to know."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -10,6 +11,11 @@ from replayssm.delta_rule.kernels import advance, exp, inverse_norm, pick, total
 def stride(tensor: Tensor | None, axis: int) -> int:
     """A stride of a tensor that may be missing."""
     return 0 if tensor is None else tensor.stride(axis)
+
+
+def can_fetch() -> bool:
+    """Whether ``fetch``, which is PTX, can run."""
+    return not triton.knobs.runtime.interpret and torch.version.hip is None
 
 
 @triton.jit

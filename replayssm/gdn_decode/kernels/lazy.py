@@ -79,7 +79,14 @@ def _one(z, is_t):
     return tl.sum(tl.where(is_t[:, :, None], z, 0.0), 0)[None, :, :]
 
 
-@triton.jit
+# Numbers that change from call to call, or whose divisors do not matter: one kernel serves them all.
+_PLAIN = [
+    "s_g_ring", "s_beta_ring", "s_start", "s_live", "s_slots", "s_A", "s_a_b", "s_a_t", "s_a_h", "s_bias", "s_b_b",
+    "s_b_t", "s_b_h", "T", "HV", "heads_per_key", "ring_len", "window", "pad_slot_id",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_PLAIN)
 def _lazy(
     state, output, v_ring, k_ring, g_ring, beta_ring, ring_start, num_live, q, k, v, slots, A_log, a, dt_bias, b, scale,
     s_state, s_out_b, s_out_t, s_v_ring, s_k_ring, s_g_ring, s_beta_ring, s_start, s_live,
@@ -135,10 +142,10 @@ def _lazy(
 
         lane = tl.arange(0, LANES)
         own = first + tl.arange(0, ROWS * BLOCKS)[None, :] + lane[:, None] * 0  # the program's rows, for every query
-        for group in range(0, T, LANES):
+        for group in range(0, 1 if ONE else T, LANES):
             z0, z1, z2, z3 = _queries(q, s_q_t, s_q_k, group, T, scale, LANES, C, K, ONE, NORM)
             o = tl.zeros([LANES, ROWS * BLOCKS], tl.float32)
-            newest = tl.minimum(group + LANES, T) - 1
+            newest = tl.minimum(group + LANES, 1 if ONE else T) - 1
             for back in range(0, newest + 1):
                 t = newest - back
                 far = tl.full((), t, tl.int64)  # strides may be large

@@ -4,9 +4,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replayssm.gdn_decode.configs import next_power_of_2, simt_tile
+from replayssm.gdn_decode.configs import next_power_of_2, records_tile
 from replayssm.gdn_decode.kernels.common import (
     apply_records,
+    can_fetch,
     fetch,
     load_rows,
     prepare,
@@ -17,8 +18,14 @@ from replayssm.gdn_decode.kernels.common import (
     stride,
 )
 
+# Numbers that change from call to call, or whose divisors do not matter: one kernel serves them all.
+_PLAIN = [
+    "s_g_l", "s_g", "s_beta_l", "s_beta", "s_sources", "s_targets", "s_counts", "s_starts", "s_track_slots",
+    "s_track_steps", "batch", "HV", "heads_per_key", "ring_len", "null_block_id",
+]  # fmt: skip
 
-@triton.jit
+
+@triton.jit(do_not_specialize=_PLAIN)
 def _apply(
     state, rawv, rawk, g, beta, sources, targets, counts, starts, track_slots, track_steps,
     s_state_l, s_state, s_rawv_l, s_rawv, s_rawk_l, s_rawk, s_g_l, s_g, s_beta_l, s_beta,
@@ -97,7 +104,7 @@ def _launch(
     batch, ring_len = sources.shape[0], rings[0].shape[3]
     if layers * batch == 0:
         return
-    tile = simt_tile(V, K, layers * batch * HV)
+    tile = records_tile(V, K, layers * batch * HV)
     _apply[(layers * batch * HV * triton.cdiv(V, tile.rows * tile.blocks),)](
         checkpoint_state, *rings, sources, targets, counts, starts, track_slots, track_steps,
         *checkpoint_state.stride()[:2], *(s for ring in rings for s in ring.stride()[:2]),
@@ -105,7 +112,7 @@ def _launch(
         stride(track_slots, 0), stride(track_steps, 0),
         batch, HV, HV // rings[1].shape[2], ring_len, null,
         V=V, K=K, ROWS=tile.rows, BLOCKS=tile.blocks, C=tile.columns, TP=min(16, next_power_of_2(ring_len)),
-        WHOLE=ring_len <= 16, NORM=norm, HOLD=tile.hold, num_warps=1, enable_fp_fusion=False,
+        WHOLE=ring_len <= 16, NORM=norm, HOLD=tile.hold or not can_fetch(), num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -5,8 +5,9 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.delta_rule.kernels import advance, dot, exp, log_decay, pick, strength
-from replayssm.gdn_decode.configs import next_power_of_2, simt_tile
+from replayssm.gdn_decode.configs import next_power_of_2, verify_tile
 from replayssm.gdn_decode.kernels.common import (
+    can_fetch,
     fetch,
     inverse_norms,
     load_rows,
@@ -22,8 +23,15 @@ from replayssm.gdn_decode.kernels.common import (
     vector,
 )
 
+# Numbers that change from call to call, or whose divisors do not matter: one kernel serves them all.
+_PLAIN = [
+    "s_g_ring", "s_beta_ring", "s_start", "s_live", "s_read", "s_write", "s_scatter_b", "s_scatter_t", "s_A", "s_a_b",
+    "s_a_t", "s_a_h", "s_bias", "s_b_b", "s_b_t", "s_b_h", "T", "HV", "heads_per_key", "ring_len", "window",
+    "pad_slot_id",
+]  # fmt: skip
 
-@triton.jit
+
+@triton.jit(do_not_specialize=_PLAIN)
 def _step(
     state, output, snapshots, v_ring, k_ring, g_ring, beta_ring, ring_start, num_live, q, k, v,
     read_slots, write_slots, scatter, A_log, a, dt_bias, b, scale,
@@ -121,8 +129,7 @@ def _step(
                 k0, k1, k2, k3 = vector(k, s_k_k, LANES, C, K)
                 q0, q1, q2, q3 = vector(q, s_q_k, LANES, C, K)
             value = tl.load(v + row * s_v_v, mask=row < V, other=0.0).to(V_TYPE)
-            decay, beta, k_norm, q_norm = pick(decays, 0), pick(betas, 0), pick(k_norms, 0), pick(q_norms, 0)
-            for t in range(T):
+            for t in range(1 if ONE else T):
                 far = tl.full((), t, tl.int64)  # strides may be large
                 if v_ring is not None:
                     to = ring_row(new, t, ring_len)
@@ -130,21 +137,19 @@ def _step(
                     if (part == 0) & (block == 0) & (head % heads_per_key == 0):
                         store_vector(k_ring + to * K, k0, k1, k2, k3, K)
                 u = value.to(tl.float32)
-                decay_now, beta_now = decay, beta
                 if not ONE:
-                    factor = q_norm * scale if NORM else scale
+                    factor = scale
                     x0, x1, x2, x3 = rounded(k0, k1, k2, k3, K_TYPE)
                     if NORM:
-                        x0, x1, x2, x3 = scaled(x0, x1, x2, x3, k_norm)
+                        factor = pick(q_norms, t) * scale
+                        x0, x1, x2, x3 = scaled(x0, x1, x2, x3, pick(k_norms, t))
                     y0, y1, y2, y3 = rounded(q0, q1, q2, q3, tl.float32)
                     # The next token is on its way while this one is applied.
-                    decay, beta = pick(decays, t + 1), pick(betas, t + 1)
-                    k_norm, q_norm = pick(k_norms, t + 1), pick(q_norms, t + 1)
                     following = tl.minimum(far + 1, T - 1)
                     k0, k1, k2, k3 = vector(k + following * s_k_t, s_k_k, LANES, C, K)
                     q0, q1, q2, q3 = vector(q + following * s_q_t, s_q_k, LANES, C, K)
                     value = tl.load(v + following * s_v_t + row * s_v_v, mask=row < V, other=0.0).to(V_TYPE)
-                S0, S1, S2, S3 = advance(S0, S1, S2, S3, x0, x1, x2, x3, u, decay_now, beta_now)
+                S0, S1, S2, S3 = advance(S0, S1, S2, S3, x0, x1, x2, x3, u, pick(decays, t), pick(betas, t))
                 o = dot(S0, S1, S2, S3, y0, y1, y2, y3) * factor
                 tl.store(output + far * s_out_t + row, o.to(output.dtype.element_ty), mask=row < V)
                 if snapshots is not None:
@@ -228,7 +233,7 @@ def _launch(
     if batch == 0:
         return
     ring_len = T if rings[0] is None else rings[0].shape[2]
-    tile = simt_tile(V, K, batch * HV)
+    tile = verify_tile(V, K, batch * HV, T)
     _step[(batch * HV * triton.cdiv(V, tile.rows * tile.blocks),)](
         state, output, snapshots, *rings, ring_start, num_live, q, k, v, read_slots, write_slots, scatter,
         A_log, a, dt_bias, b, scale,
@@ -238,5 +243,5 @@ def _launch(
         stride(scatter, 0), stride(scatter, 1), A_log.stride(0), *a.stride(), dt_bias.stride(0), *b.stride(),
         T, HV, HV // H, ring_len, window, pad_slot_id,
         V=V, K=K, ROWS=tile.rows, BLOCKS=tile.blocks, C=tile.columns, TP=next_power_of_2(T), WP=16, UPDATE=update,
-        NORM=norm, HOLD=tile.hold, num_warps=1, enable_fp_fusion=False,
+        NORM=norm, HOLD=tile.hold or not can_fetch(), num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
