@@ -1,5 +1,7 @@
 """What both launchers need to know about dtypes."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -27,6 +29,13 @@ def operand_dtype(inputs: torch.dtype) -> tl.dtype:
     return tl.bfloat16 if inputs == torch.bfloat16 else tl.float32
 
 
-def assembly_available() -> bool:
-    """Whether kernels may hold PTX: not under the interpreter, and not on AMD's cards."""
-    return not triton.knobs.runtime.interpret and torch.version.hip is None
+@functools.cache
+def architecture(device: torch.device) -> int:
+    """Compute capability of the device as ``10 * major + minor``; 0 where kernels may not hold PTX.
+
+    That is under the interpreter and on AMD's cards.
+    """
+    if triton.knobs.runtime.interpret or torch.version.hip is not None:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

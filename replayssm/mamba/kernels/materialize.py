@@ -6,20 +6,23 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.mamba.configs import materialize_tile, next_power_of_2, state_columns, window_rows
-from replayssm.mamba.kernels.common import DTYPES, KINDS, STORAGE, operand_dtype
+from replayssm.mamba.kernels.common import DTYPES, KINDS, STORAGE, architecture, operand_dtype
 from replayssm.mamba.kernels.rounding import layer_seed
 from replayssm.mamba.kernels.window import fold_rows, fold_weights, load, ring_row, store
 
 
 @triton.jit
-def _base(pointers, strides, layer, slot, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Address of one slot in one layer's storage."""
+def _base(pointers, layer, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Address of one layer's storage."""
     pointer = tl.load(pointers + layer).to(tl.pointer_type(DTYPE))
+    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
+
+
+@triton.jit
+def _stride(strides, layer, ALIGNED: tl.constexpr):
+    """Elements from one slot to the next in one layer's storage, as int64."""
     stride = tl.load(strides + layer)
-    if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-        stride = tl.multiple_of(stride, 16)
-    return pointer + slot.to(tl.int64) * stride
+    return tl.multiple_of(stride, 16) if ALIGNED else stride
 
 
 @triton.jit
@@ -43,6 +46,7 @@ def _materialize(
     P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr, BP: tl.constexpr, FOLD_ROWS: tl.constexpr,
     STAGES: tl.constexpr, LIST_BLOCK: tl.constexpr, STATE: tl.constexpr, INPUT: tl.constexpr, A_TYPE: tl.constexpr,
     KIND: tl.constexpr, OPERAND: tl.constexpr, ROUNDS: tl.constexpr, ALIGNED: tl.constexpr,
+    ARCH: tl.constexpr,
 ):  # fmt: skip
     SCALED: tl.constexpr = KIND == "int8" or KIND == "fp8"
     PARTS: tl.constexpr = (P + BP - 1) // BP
@@ -55,20 +59,49 @@ def _materialize(
     n = tl.arange(0, NP)
     w = tl.arange(0, WP)
     n_in = n < N
+    # What depends on the layer alone is asked for first, so that fewer loads wait for one another.
+    states = _base(state_ptrs, layer, STATE, ALIGNED) + head * (P * N) + p_first * N
+    state_stride = _stride(state_strides, layer, ALIGNED)
+    x_rings = _base(x_ptrs, layer, INPUT, ALIGNED) + head * P * ring_len + p_first
+    x_stride = _stride(x_strides, layer, ALIGNED)
+    B_rings = _base(B_ptrs, layer, INPUT, ALIGNED) + head // heads_per_group * N * ring_len
+    B_stride = _stride(B_strides, layer, ALIGNED)
+    dt_rings = _base(dt_ptrs, layer, tl.float32, False) + head * ring_len
+    dt_stride = _stride(dt_strides, layer, False)
+    a = tl.load(_base(A_ptrs, layer, A_TYPE, False) + head + tl.arange(0, 1)).to(tl.float32)
+    if SCALED:
+        scales = _base(scale_ptrs, layer, tl.float32, False) + head * P + p_first
+        scale_stride = _stride(scale_strides, layer, False)
+    src_slots += layer.to(tl.int64) * batch
+    dst_slots += layer.to(tl.int64) * batch
+    seed = tl.full((), 0, tl.int64)
+    if ROUNDS > 0:
+        seed = layer_seed(tl.load(rand_seed), layer)
     count = _active_count(active, batch, LIST_BLOCK)
+    if lane >= count:
+        return
+    # The entry after this one is looked up while this one is worked on.
+    request = tl.load(active + lane)
+    after = tl.load(active + tl.minimum(lane + lanes, count - 1))
+    next_src = tl.load(src_slots + request).to(tl.int64)
+    next_dst = tl.load(dst_slots + request).to(tl.int64)
+    next_rows = tl.load(prefix_len + request)
+    next_start = tl.load(ring_start + request)
     for entry in range(lane, count, lanes):
-        request = tl.load(active + entry)
-        src = tl.load(src_slots + layer.to(tl.int64) * batch + request)
-        dst = tl.load(dst_slots + layer.to(tl.int64) * batch + request)
-        rows = tl.load(prefix_len + request)
-        start = tl.load(ring_start + request)
+        src, dst, rows, start = next_src, next_dst, next_rows, next_start
+        request = after
+        after = tl.load(active + tl.minimum(entry + 2 * lanes, count - 1))
+        next_src = tl.load(src_slots + request).to(tl.int64)
+        next_dst = tl.load(dst_slots + request).to(tl.int64)
+        next_rows = tl.load(prefix_len + request)
+        next_start = tl.load(ring_start + request)
         skip = (src < 0) | (dst < 0) | (src == pad_slot_id) | (dst == pad_slot_id)
         if not skip:
-            source = _base(state_ptrs, state_strides, layer, src, STATE, ALIGNED) + head * (P * N) + p_first * N
-            target = _base(state_ptrs, state_strides, layer, dst, STATE, ALIGNED) + head * (P * N) + p_first * N
+            source = states + src * state_stride
+            target = states + dst * state_stride
             if SCALED:
-                scale_source = _base(scale_ptrs, scale_strides, layer, src, tl.float32, False) + head * P + p_first
-                scale_target = _base(scale_ptrs, scale_strides, layer, dst, tl.float32, False) + head * P + p_first
+                scale_source = scales + src * scale_stride
+                scale_target = scales + dst * scale_stride
             if rows == 0:
                 p = tl.arange(0, BP)
                 p_in = p < P - p_first
@@ -78,34 +111,31 @@ def _materialize(
                 if SCALED:
                     store(scale_target + p, load(scale_source + p, p_in, MASKED), p_in, MASKED)
             else:
-                x = _base(x_ptrs, x_strides, layer, src, INPUT, ALIGNED) + head * P * ring_len + p_first
-                B = _base(B_ptrs, B_strides, layer, src, INPUT, ALIGNED) + head // heads_per_group * N * ring_len
-                dt = _base(dt_ptrs, dt_strides, layer, src, tl.float32, False) + head * ring_len
-                a = tl.load(tl.load(A_ptrs + layer).to(tl.pointer_type(A_TYPE)) + head).to(tl.float32)
-                seed = tl.full((), 0, tl.int64)
-                if ROUNDS > 0:
-                    seed = layer_seed(tl.load(rand_seed), layer)
+                x = x_rings + src * x_stride
+                B = B_rings + src * B_stride
+                dt = dt_rings + src * dt_stride
                 ring = ring_row(start, w, ring_len)
                 live = w < rows
-                decay, weights = fold_weights(tl.load(dt + ring, mask=live, other=0.0), a, rows, WP)
+                dt_rows = tl.load(dt + ring, mask=live, other=0.0)
+                decay, weights = fold_weights(dt_rows[None, :], a, rows)
+                decay, weights = tl.sum(decay, 0), tl.sum(weights, 0)  # of the one head
                 B_rows = tl.load(B + ring[:, None] * N + n[None, :], mask=live[:, None] & n_in[None, :], other=0.0)
                 for block in tl.range(0, BP, FOLD_ROWS, num_stages=STAGES):
                     p = tl.arange(0, FOLD_ROWS)
                     p_in = block + p < P - p_first
                     mask = p_in[:, None] & n_in[None, :]
-                    at = p[:, None] * N + n[None, :]
-                    codes = load(source + block * N + at, mask, MASKED)
+                    at = block * N + p[:, None] * N + n[None, :]
+                    codes = load(source + at, mask, MASKED)
                     scale = tl.full((FOLD_ROWS,), 1.0, tl.float32)
                     if SCALED:
                         scale = load(scale_source + block + p, p_in, MASKED)
-                    x_rows = tl.load(
-                        x + block + ring[:, None] * P + p[None, :], mask=live[:, None] & p_in[None, :], other=0.0
-                    )
+                    x_at = x + block + ring[:, None] * P + p[None, :]
+                    x_rows = tl.load(x_at, mask=live[:, None] & p_in[None, :], other=0.0)
                     _, codes, scale = fold_rows(
                         codes, scale, x_rows, weights, B_rows, decay, seed, dst, head, p_first + block + p,
-                        NP, KIND, ROUNDS, OPERAND,
+                        NP, KIND, ROUNDS, OPERAND, ARCH,
                     )  # fmt: skip
-                    store(target + block * N + at, codes, mask, MASKED)
+                    store(target + at, codes, mask, MASKED)
                     if SCALED:
                         store(scale_target + block + p, scale, p_in, MASKED)
 
@@ -162,5 +192,5 @@ def replayssm_materialize(
         FOLD_ROWS=tile.fold_rows, STAGES=tile.stages, LIST_BLOCK=min(1024, next_power_of_2(batch)),
         STATE=STORAGE[kind], INPUT=DTYPES[input_dtype], A_TYPE=DTYPES[matrixA_dtype], KIND=kind,
         OPERAND=operand_dtype(input_dtype), ROUNDS=0 if rand_seed is None else philox_rounds, ALIGNED=aligned,
-        num_warps=tile.warps,
+        ARCH=architecture(state_ptrs.device), num_warps=tile.warps,
     )  # fmt: skip

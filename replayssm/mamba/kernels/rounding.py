@@ -71,12 +71,16 @@ def float_codes(
 
 
 @triton.jit
-def decode(codes, KIND: tl.constexpr):
+def decode(codes, KIND: tl.constexpr, ARCH: tl.constexpr = 0):
     """fp32 values of a state's codes, before the row's scale. fp8 codes come as uint8."""
     if KIND == "int8":
+        return codes.to(tl.float32)
+    elif KIND == "int8":
         # An exact int-to-float without the slow conversion unit: 2^23 + (code + 128) is a float's bit pattern.
         pattern = (codes.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint32) | 0x4B000000
         return pattern.to(tl.float32, bitcast=True) - 8388736.0
+    elif KIND == "fp8" and ARCH >= 89:
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
     elif KIND == "fp8":
         # Exponent and mantissa keep their order in fp32, whose bias is larger by 120. 0x7F (NaN) needs its own line.
         word = codes.to(tl.uint32)
@@ -88,57 +92,7 @@ def decode(codes, KIND: tl.constexpr):
 
 
 @triton.jit
-def decode_operand(codes, KIND: tl.constexpr, OPERAND: tl.constexpr, ASM: tl.constexpr):
-    """A state's codes as operands of a matrix product, before the row's scale.
-
-    With PTX at hand 8-bit codes become bf16 four at a time; every code but fp8's NaN is exact there. That one decodes
-    to 480, and is told by its row's scale, which is NaN.
-    """
-    if ASM and tl.bfloat16 == OPERAND and KIND == "int8":
-        # low seven bits below 0x43: 128 + low; the sign bit below it: 128 or 256. The difference is the code.
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 low, sign, minus, x, y;
-            mov.b32 minus, 0xbf80bf80;
-            and.b32 low, $2, 0x7f7f7f7f;
-            and.b32 sign, $2, 0x80808080;
-            prmt.b32 x, low, 0x43434343, 0x4140;
-            prmt.b32 y, sign, 0x43434343, 0x4140;
-            fma.rn.bf16x2 $0, y, minus, x;
-            prmt.b32 x, low, 0x43434343, 0x4342;
-            prmt.b32 y, sign, 0x43434343, 0x4342;
-            fma.rn.bf16x2 $1, y, minus, x;
-            }""",
-            "=r,=r,r", [codes], tl.bfloat16, False, 4,
-        )  # fmt: skip
-    elif ASM and tl.bfloat16 == OPERAND and KIND == "fp8":
-        # Exponent and mantissa four places up have bf16's layout with an exponent too small by 120.
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 wide, sign, up, zero, x;
-            mov.b32 up, 0x7b807b80;
-            mov.b32 zero, 0x80008000;
-            prmt.b32 wide, $2, 0, 0x1404;
-            and.b32 sign, wide, 0x80008000;
-            shr.b32 x, wide, 4;
-            and.b32 x, x, 0x07f007f0;
-            or.b32 x, x, sign;
-            fma.rn.bf16x2 $0, x, up, zero;
-            prmt.b32 wide, $2, 0, 0x3424;
-            and.b32 sign, wide, 0x80008000;
-            shr.b32 x, wide, 4;
-            and.b32 x, x, 0x07f007f0;
-            or.b32 x, x, sign;
-            fma.rn.bf16x2 $1, x, up, zero;
-            }""",
-            "=r,=r,r", [codes], tl.bfloat16, False, 4,
-        )  # fmt: skip
-    else:
-        return decode(codes, KIND).to(OPERAND)
-
-
-@triton.jit
-def encode(values, noise, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
+def encode(values, noise, KIND: tl.constexpr, STOCHASTIC: tl.constexpr, ARCH: tl.constexpr = 0):
     """``(codes, scale)`` of an fp32 tile; ``scale`` has one element a row, 1 for the types without a scale.
 
     Columns beyond the state's own must hold zero. KIND is "fp32", "bf16", "fp16", "int8" or "fp8" (codes uint8).
@@ -160,20 +114,26 @@ def encode(values, noise, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
             codes = values.to(tl.float16)
     else:
         LARGEST: tl.constexpr = 127.0 if KIND == "int8" else 448.0
-        # max drops NaN, so it counts as infinity. The scale of such a row is NaN, and so is what it decodes to.
-        amax = tl.max(tl.where(values == values, tl.abs(values), float("inf")), 1)
+        # As integers, magnitudes keep their order, and NaN is above infinity. The scale of a row that holds either is
+        # NaN, and so is what it decodes to.
+        largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+        finite = largest < 0x7F800000
+        amax = largest.to(tl.float32, bitcast=True)
         one = scale
         factor = tl.div_rn(one, tl.maximum(amax, LARGEST * 6.018531076210112e-36)) * LARGEST
         factor = tl.where(amax == 0, 1.0, factor)
-        scale = tl.where(amax == float("inf"), float("nan"), tl.div_rn(one, factor))
-        scaled = values * factor[:, None]
+        scale = tl.where(finite, tl.div_rn(one, factor), float("nan"))
+        scaled = tl.fma(values, tl.where(finite, factor, 0.0)[:, None], 0.0)  # rounded before anything is added
         if KIND == "int8":
             if STOCHASTIC:
                 rounded = tl.floor(scaled + noise.to(tl.float32) * 1.52587890625e-05)
+                whole = tl.minimum(tl.maximum(rounded, -LARGEST), LARGEST).to(tl.int32)
             else:
-                rounded = (scaled + 12582912.0) - 12582912.0  # to nearest even, by the addition's own rounding
-            rounded = tl.minimum(tl.maximum(tl.where(rounded == rounded, rounded, 0.0), -LARGEST), LARGEST)
-            codes = rounded.to(tl.int32).to(tl.int8)
+                # The addition rounds to nearest even, and the sum's low byte is the code: no code exceeds 127.
+                whole = (scaled + 12582912.0).to(tl.int32, bitcast=True)
+            codes = tl.where(finite[:, None], whole, 0).to(tl.int8)
+        elif ARCH >= 89 and not STOCHASTIC:
+            codes = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         else:
             codes = float_codes(scaled, noise, 3, 121, 0x7E, 0x7F, 7, STOCHASTIC).to(tl.uint8)
     return codes, scale

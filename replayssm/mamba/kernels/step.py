@@ -1,4 +1,4 @@
-"""``checkpointing_ssu`` in one launch: a program handles some rows of one head of one request.
+"""``checkpointing_ssu`` in one launch: a program handles some heads of one request, or some rows of one head.
 
 History and new tokens form one window, so that a step that does not flush is a single scan over at most ``window`` rows
 on top of the checkpoint. A step that flushes folds the history first and is left with the new tokens as its window. The
@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replayssm.mamba.configs import next_power_of_2, state_columns, step_tile, window_rows
-from replayssm.mamba.kernels.common import KINDS, assembly_available, operand_dtype, raw
-from replayssm.mamba.kernels.rounding import decode_operand
-from replayssm.mamba.kernels.window import fold_rows, fold_weights, load, ring_row, settle, store
+from replayssm.mamba.configs import next_power_of_2, requests_in_order, state_columns, step_tile, window_rows
+from replayssm.mamba.kernels.common import KINDS, architecture, operand_dtype, raw
+from replayssm.mamba.kernels.read import read_state, state_operand
+from replayssm.mamba.kernels.window import fold_rows, fold_weights, load, ring_row, running_sums, settle, store
 
 
 @triton.jit
@@ -30,57 +30,93 @@ def _processed(dt, bias, dt_min, dt_max, SOFTPLUS: tl.constexpr, LIMIT: tl.const
 
 
 @triton.jit
-def _number(vector, head, stride):
-    """The head's entry in fp32, zero where there is no vector."""
+def _numbers(vector, heads, stride):
+    """The heads' entries in fp32, zero where there is no vector."""
     if vector is None:
-        return 0.0
+        return tl.zeros(heads.shape, tl.float32)
     else:
-        return tl.load(vector + head * stride).to(tl.float32)
+        return tl.load(vector + heads * stride).to(tl.float32)
 
 
 @triton.jit
-def _new_dt(dt, at, at_in, bias, dt_min, dt_max, SOFTPLUS: tl.constexpr, LIMIT: tl.constexpr):
-    """Processed dt of the new tokens at the offsets ``at``, zero outside ``at_in``."""
-    value = tl.load(dt + at, mask=at_in, other=0.0).to(tl.float32)
-    return tl.where(at_in, _processed(value, bias, dt_min, dt_max, SOFTPLUS, LIMIT), 0.0)
-
-
-@triton.jit
-def _add_new_token(y, x_new, product, dt, a, skip):
-    """``y`` [rows, TP] decayed to the one new token, plus what that and the skip contribute.
-
-    All columns get the token's contribution: the first is the token, and the others are not stored.
-    """
-    return y * tl.exp(a * dt) + (x_new.to(tl.float32) * (skip + product * dt))[:, None]
-
-
-@triton.jit
-def _add_new_tokens(
-    y, x_new, products, identity, dt_rows, dt_tokens, a, skip, seq_len, OPERAND: tl.constexpr, HAS_D: tl.constexpr
+def _flushing_first(
+    rank, batch, slots, s_slots, pad_slot_id, num_live, s_live, cu_seqlens, seq_len, window, LISTED: tl.constexpr
 ):  # fmt: skip
-    """``y`` [rows, TP] decayed to the new tokens, plus what these contribute and the skip.
-
-    ``dt_rows`` [TK] and ``dt_tokens`` [TP] hold the same numbers, one for each axis of the scores.
-    """
-    TK: tl.constexpr = products.shape[0]
-    TP: tl.constexpr = products.shape[1]
-    j = tl.arange(0, TK)
-    t = tl.arange(0, TP)
-    sums = tl.cumsum(dt_rows, 0)
-    total = tl.cumsum(dt_tokens, 0)
-    seen = (j[:, None] <= t[None, :]) & (t < seq_len)[None, :]
-    scores = products * tl.where(seen, tl.exp(a * (total[None, :] - sums[:, None])) * dt_rows[:, None], 0.0)
-    x_new = tl.trans(x_new).to(OPERAND)
-    y = tl.dot(x_new, scores.to(OPERAND), y * tl.exp(a * total)[None, :], input_precision="tf32x3")
-    if HAS_D:
-        # x by token and in y's layout: an exact product with the identity, cheaper than another load.
-        y += tl.dot(x_new, identity, input_precision="tf32x3") * skip
-    return y
+    """Request number ``rank`` when those that flush come first: they take longest, and no program should end alone."""
+    b = tl.arange(0, LISTED)
+    listed = b < batch
+    slot = b.to(tl.int64)
+    if slots is not None:
+        slot = tl.load(slots + b * s_slots, mask=listed, other=-1).to(tl.int64)
+    if cu_seqlens is not None:
+        seq_len = tl.load(cu_seqlens + b + 1, mask=listed, other=0) - tl.load(cu_seqlens + b, mask=listed, other=0)
+    is_slot = listed & (slot >= 0) & (slot != pad_slot_id)
+    live = tl.load(num_live + slot * s_live, mask=is_slot, other=0)
+    flush = ((live > 0) & (live + seq_len > window)).to(tl.int32)
+    before = tl.cumsum(flush, 0)
+    place = tl.where(flush > 0, before - 1, tl.sum(flush, 0) + b - before)
+    return tl.sum(tl.where(place == rank, b, 0), 0)
 
 
 @triton.jit
-def _write(y, z, out, p, p_in, seq_len, s_z_t, s_out_t):
-    """Gate and store ``y`` [rows, tokens]."""
+def _of_head(tiles, i):
+    """Tile ``i`` of ``[heads, ...]``."""
+    mine = tl.arange(0, tiles.shape[0]) == i
+    if len(tiles.shape) == 3:
+        return tl.sum(tl.where(mine[:, None, None], tiles, 0.0), 0)
+    elif len(tiles.shape) == 2:
+        return tl.sum(tl.where(mine[:, None], tiles, 0.0), 0)
+    else:
+        return tl.sum(tl.where(mine, tiles, 0.0), 0)
+
+
+@triton.jit
+def _window_rows(ring, ring_rows, s_ring: tl.constexpr, new, s_new, columns, columns_in, old, count):
+    """Rows of the window ``[WP, columns]``: ``old`` rows of a ring, new tokens up to row ``count``, zeros."""
+    w = tl.arange(0, ring_rows.shape[0])
+    is_new = (w >= old) & (w < count)
+    ring_at = ring + ring_rows[:, None] * s_ring + columns[None, :]
+    new_at = new + (w - old)[:, None] * s_new + columns[None, :]
+    from_ring = tl.load(ring_at, mask=(w < old)[:, None] & columns_in[None, :], other=0.0)
+    from_new = tl.load(new_at, mask=is_new[:, None] & columns_in[None, :], other=0.0)
+    return tl.where(is_new[:, None], from_new, from_ring)
+
+
+@triton.jit
+def _scores(dt, a, products, old, seq_len):
+    """What the rows of the window give to the new tokens, and what the checkpoint keeps until them.
+
+    Args:
+        dt: processed dt of the window's rows ``[heads, WP]``, zero outside.
+        a: A of the heads.
+        products: B of the rows times C of the tokens, ``[WP, TP]``.
+        old: rows before the new tokens.
+        seq_len: new tokens.
+
+    Returns:
+        (scores ``[heads, WP, TP]``, decays ``[heads, TP]``).
+    """
+    w = tl.arange(0, products.shape[0])
+    t = tl.arange(0, products.shape[1])
+    sums = running_sums(dt)
+    at_token = w[:, None] == old + t[None, :]
+    total = tl.sum(tl.where(at_token[None, :, :], sums[:, :, None], 0.0), 1)
+    gaps = a[:, None, None] * (total[:, None, :] - sums[:, :, None])
+    seen = (w[:, None] <= old + t[None, :]) & (t < seq_len)[None, :]
+    scores = tl.where(seen[None, :, :], tl.exp(gaps) * dt[:, :, None], 0.0) * products[None, :, :]
+    return scores, tl.exp(a[:, None] * total)
+
+
+@triton.jit
+def _finish(
+    y, x_rows, scores, pick, skip, z, out, p, p_in, seq_len, s_z_t, s_out_t, OPERAND: tl.constexpr, HAS_D: tl.constexpr
+):  # fmt: skip
+    """Add what the window's rows and the skip give to ``y`` [rows, TP], gate it and store it."""
+    x_rows = tl.trans(x_rows).to(OPERAND)
+    y = tl.dot(x_rows, scores.to(OPERAND), y, input_precision="tf32x3")
+    if HAS_D:
+        # x by token and in y's layout: an exact product, cheaper than another load.
+        y += tl.dot(x_rows, pick, input_precision="tf32x3") * skip
     t = tl.arange(0, y.shape[1])
     mask = p_in[:, None] & (t < seq_len)[None, :]
     if z is not None:
@@ -89,29 +125,34 @@ def _write(y, z, out, p, p_in, seq_len, s_z_t, s_out_t):
     tl.store(out + t[None, :] * s_out_t + p[:, None], y.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def _step(
     state, state_scale, x_cache, B_cache, dt_cache, out, ring_start, num_live, x, dt, A, B, C, D, z, dt_bias,
     slots, cu_seqlens, rand_seed,
     s_state, s_scale, s_x_cache, s_B_cache, s_dt_cache, s_start, s_live,
     s_out_b, s_out_t, s_x_b, s_x_t, s_dt_b, s_dt_t, s_dt_h, s_A, s_B_b, s_B_t, s_C_b, s_C_t, s_D, s_z_b, s_z_t, s_bias,
-    s_slots, seq_len, nheads, heads_per_group, ring_len, window, pad_slot_id, dt_min, dt_max,
-    P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr, TP: tl.constexpr, TK: tl.constexpr,
-    BP: tl.constexpr, BLOCKS: tl.constexpr, FOLD_ROWS: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr,
-    KIND: tl.constexpr, OPERAND: tl.constexpr, SOFTPLUS: tl.constexpr, LIMIT: tl.constexpr, ROUNDS: tl.constexpr,
-    ASM: tl.constexpr,
+    s_slots, seq_len, ring_len, window, pad_slot_id, dt_min, dt_max, batch,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr,
+    TP: tl.constexpr, TK: tl.constexpr, XP: tl.constexpr, BP: tl.constexpr, BLOCKS: tl.constexpr, LISTED: tl.constexpr,
+    FOLD_ROWS: tl.constexpr, STAGES: tl.constexpr, FOLD_STAGES: tl.constexpr, KIND: tl.constexpr,
+    OPERAND: tl.constexpr, SOFTPLUS: tl.constexpr, LIMIT: tl.constexpr, ROUNDS: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
-    SETTLE: tl.constexpr = ASM and BLOCKS == 1
+    SETTLE: tl.constexpr = ARCH if BLOCKS == 1 else 0
     PARTS: tl.constexpr = (P + BP - 1) // BP  # blocks of a head
-    HEADS: tl.constexpr = (BLOCKS + PARTS - 1) // PARTS  # heads that a program touches, all of one group
+    OWN: tl.constexpr = (BLOCKS + PARTS - 1) // PARTS  # heads that a program touches, all of one group
     SCALED: tl.constexpr = KIND == "int8" or KIND == "fp8"
     MASKED: tl.constexpr = (P % BP != 0) or (NP != N)
-    per_request = nheads * PARTS // BLOCKS
-    request = (tl.program_id(0) // per_request).to(tl.int64)
-    first_block = tl.program_id(0) % per_request * BLOCKS
+    PROGRAMS: tl.constexpr = HEADS * PARTS // BLOCKS  # of a request
+    request = tl.program_id(0) // PROGRAMS
+    if LISTED > 0:
+        request = _flushing_first(
+            request, batch, slots, s_slots, pad_slot_id, num_live, s_live, cu_seqlens, seq_len, window, LISTED
+        )  # fmt: skip
+    request = request.to(tl.int64)
+    first_block = tl.program_id(0) % PROGRAMS * BLOCKS
     head = first_block // PARTS
     part = first_block % PARTS
-    group = head // heads_per_group
+    group = head // GROUP
     slot = request
     if slots is not None:
         slot = tl.load(slots + request * s_slots).to(tl.int64)
@@ -134,17 +175,26 @@ def _step(
     n = tl.arange(0, NP)
     w = tl.arange(0, WP)
     t = tl.arange(0, TP)
-    j = tl.arange(0, TK)
+    h = tl.arange(0, OWN)
     n_in = n < N
-    j_in = j < seq_len
     # Every load is written as early as its address is known, so that a small batch waits for few of them in turn.
     c = tl.load(C + t[:, None] * s_C_t + n[None, :], mask=(t < seq_len)[:, None] & n_in[None, :], other=0.0)
-    B_new = tl.load(B + j[:, None] * s_B_t + n[None, :], mask=j_in[:, None] & n_in[None, :], other=0.0)
+    a = _numbers(A, head + h, s_A)
+    bias = _numbers(dt_bias, head + h, s_bias)
+    skip = _numbers(D, head + h, s_D)
+    j = tl.arange(0, TK)
+    r = tl.arange(0, OWN * XP)  # rows of the own heads, one head after the other
+    j_in = j < seq_len
+    x_mask = j_in[:, None] & (part * BP + r % XP < P)[None, :]
+    x_new = tl.load(x + j[:, None] * s_x_t + (r // XP * P + r % XP)[None, :], mask=x_mask, other=0.0)
+    if BLOCKS == 1:
+        dt_tokens = tl.load(dt + h[:, None] * s_dt_h + j[None, :] * s_dt_t, mask=j_in[None, :], other=0.0)
+        dt_tokens = _processed(dt_tokens.to(tl.float32), bias[:, None], dt_min, dt_max, SOFTPLUS, LIMIT)
     if (slot < 0) | (slot == pad_slot_id) | (seq_len <= 0):
         return
+    state += slot * s_state + head * (P * N) + part * (BP * N)
     live = tl.load(num_live + slot * s_live)
     start = tl.load(ring_start + slot * s_start)
-    state += slot * s_state + head * (P * N) + part * (BP * N)
     x_cache += slot * s_x_cache + head * P * ring_len + part * BP
     B_cache += slot * s_B_cache + group * N * ring_len
     dt_cache += slot * s_dt_cache + head * ring_len
@@ -153,35 +203,45 @@ def _step(
     if BLOCKS == 1:
         p = tl.arange(0, BP)
         early = load(state + p[:, None] * N + n[None, :], (part * BP + p < P)[:, None] & n_in[None, :], MASKED)
-    c = tl.trans(settle(c, SETTLE)).to(OPERAND)
     flush = (live > 0) & (live + seq_len > window)
+    old = tl.where(flush, 0, live)  # rows of the window before the new tokens
+    is_row = w < old + seq_len
+    is_new = is_row & (w >= old)
     is_live = w < live
     ring = ring_row(start, w, ring_len)
-    ring_new = ring_row(start, live + j, ring_len)
-    B_old = tl.load(B_cache + ring[:, None] * N + n[None, :], mask=is_live[:, None] & n_in[None, :], other=0.0)
-    h = tl.arange(0, HEADS)
-    new_bias = 0.0
-    if dt_bias is not None:
-        new_bias = tl.load(dt_bias + (head + h) * s_bias).to(tl.float32)[:, None]
-    dt_at = h[:, None] * s_dt_h + j[None, :] * s_dt_t
-    new_dt = _new_dt(dt, dt_at, j_in[None, :], new_bias, dt_min, dt_max, SOFTPLUS, LIMIT)
-    tl.store(dt_cache + h[:, None] * ring_len + ring_new[None, :], new_dt, mask=j_in[None, :])
-    products_new = tl.dot(settle(B_new, SETTLE).to(OPERAND), c, input_precision="tf32x3")
-    identity = (j[:, None] == t[None, :]).to(OPERAND)
-    product_new = 0.0
-    if ONE:
-        first_only = (j[:, None] == 0) & (t[None, :] == 0)
-        product_new = tl.sum(tl.sum(tl.where(first_only, products_new, 0.0), 1), 0)
-    if first_block % (heads_per_group * PARTS) == 0:
-        tl.store(B_cache + ring_new[:, None] * N + n[None, :], B_new, mask=j_in[:, None] & n_in[None, :])
-    # A fold needs the whole block in registers, so it takes fewer rows at a time.
+    ring_seen = ring_row(start, live - old + w, ring_len)  # where the window's rows lie, once the new ones are written
+    B_rows = _window_rows(B_cache, ring, N, B, s_B_t, n, n_in, old, old + seq_len)
+    dt_old = tl.load(dt_cache + h[:, None] * ring_len + ring[None, :], mask=is_live[None, :], other=0.0)
+    if BLOCKS == 1:
+        early_x = _window_rows(x_cache, ring, P, x, s_x_t, p, part * BP + p < P, old, old + seq_len)
+        is_token = (w[:, None] == old + j[None, :]) & j_in[None, :]
+        dt_new = tl.sum(tl.where(is_token[None, :, :], dt_tokens[:, None, :], 0.0), 2)
+    else:
+        dt_new = tl.load(dt + h[:, None] * s_dt_h + (w - old)[None, :] * s_dt_t, mask=is_new[None, :], other=0.0)
+        dt_new = _processed(dt_new.to(tl.float32), bias[:, None], dt_min, dt_max, SOFTPLUS, LIMIT)
+    tl.store(dt_cache + h[:, None] * ring_len + ring_seen[None, :], dt_new, mask=is_new[None, :])
+    dt_rows = tl.where(is_new[None, :], dt_new, tl.where((w < old)[None, :], dt_old, 0.0))
+    c = tl.trans(settle(c, SETTLE)).to(OPERAND)
+    c_state, units = state_operand(c, C, s_C_t, seq_len, n_in, KIND, OPERAND, ARCH)
+    products = tl.dot(settle(B_rows, SETTLE).to(OPERAND), c, input_precision="tf32x3")
+    if first_block % (GROUP * PARTS) == 0:
+        tl.store(B_cache + ring_seen[:, None] * N + n[None, :], B_rows, mask=is_new[:, None] & n_in[None, :])
+    x_to = x_cache + ring_row(start, live + j, ring_len)[:, None] * P + (r // XP * (P * ring_len) + r % XP)[None, :]
+    tl.store(x_to, x_new, mask=x_mask)
+    if BLOCKS > 1:
+        tl.debug_barrier()  # the loops read the new rows of x where they have just been written
+    scores, decays = _scores(dt_rows, a, products, old, seq_len)
+    pick = (w[:, None] == old + t[None, :]).to(OPERAND)
+    # A fold needs the whole block in registers, so it may take fewer rows at a time.
     if flush:
         seed = tl.full((), 0, tl.int64)
         if ROUNDS > 0:
             seed = tl.load(rand_seed)
+        B_old = tl.load(B_cache + ring[:, None] * N + n[None, :], mask=is_live[:, None] & n_in[None, :], other=0.0)
+        keeps, weights = fold_weights(dt_old, a, live)
         FOLDS: tl.constexpr = BP // FOLD_ROWS
         q = tl.arange(0, FOLD_ROWS)
-        for step in tl.range(0, BLOCKS * FOLDS, num_stages=STAGES):
+        for step in tl.range(0, BLOCKS * FOLDS, num_stages=FOLD_STAGES):
             i = step // (FOLDS * PARTS) if BLOCKS > 1 else 0
             at = step % (FOLDS * PARTS) * FOLD_ROWS if BLOCKS > 1 else step * FOLD_ROWS  # row, from the head's first
             q_in = part * BP + at + q < P
@@ -190,95 +250,45 @@ def _step(
             scale = tl.full((FOLD_ROWS,), 1.0, tl.float32)
             if SCALED:
                 scale = load(state_scale + i * P + at + q, q_in, MASKED)
-            x_cache_at = x_cache + i * P * ring_len + at
-            x_old = tl.load(
-                x_cache_at + ring[:, None] * P + q[None, :], mask=is_live[:, None] & q_in[None, :], other=0.0
-            )
-            if ONE:
-                x_new = tl.load(x + i * P + at + q, mask=q_in, other=0.0)
-            else:
-                x_from = x + i * P + at + j[:, None] * s_x_t + q[None, :]
-                x_new = tl.load(x_from, mask=j_in[:, None] & q_in[None, :], other=0.0)
-            a = _number(A, head + i, s_A)
-            bias = _number(dt_bias, head + i, s_bias)
-            skip = _number(D, head + i, s_D)
-            dt_old = tl.load(dt_cache + i * ring_len + ring, mask=is_live, other=0.0)
-            decay, weights = fold_weights(dt_old, a, live, WP)
+            x_old_at = x_cache + i * P * ring_len + at + ring[:, None] * P + q[None, :]
+            x_old = tl.load(x_old_at, mask=is_live[:, None] & q_in[None, :], other=0.0)
+            x_rows_at = x + i * P + at + w[:, None] * s_x_t + q[None, :]
+            x_rows = tl.load(x_rows_at, mask=is_row[:, None] & q_in[None, :], other=0.0)
             folded, codes, scale = fold_rows(
-                codes, scale, x_old, weights, B_old, decay, seed, slot, head + i, part * BP + at + q,
-                NP, KIND, ROUNDS, OPERAND,
+                codes, scale, x_old, _of_head(weights, i), B_old, _of_head(keeps, i), seed, slot, head + i,
+                part * BP + at + q, NP, KIND, ROUNDS, OPERAND, ARCH,
             )  # fmt: skip
             store(codes_at, codes, q_in[:, None] & n_in[None, :], MASKED)
             if SCALED:
                 store(state_scale + i * P + at + q, scale, q_in, MASKED)
-            if ONE:
-                tl.store(x_cache_at + ring_row(start, live, ring_len) * P + q, x_new, mask=q_in)
-            else:
-                x_to = x_cache_at + ring_new[:, None] * P + q[None, :]
-                tl.store(x_to, x_new, mask=j_in[:, None] & q_in[None, :])
-            y = tl.dot(folded.to(OPERAND), c, input_precision="tf32x3")
-            if ONE:
-                dt_one = tl.load(dt + i * s_dt_h).to(tl.float32)
-                dt_one = _processed(dt_one, bias, dt_min, dt_max, SOFTPLUS, LIMIT)
-                y = _add_new_token(y, x_new, product_new, dt_one, a, skip)
-            else:
-                dt_rows = _new_dt(dt + i * s_dt_h, j * s_dt_t, j_in, bias, dt_min, dt_max, SOFTPLUS, LIMIT)
-                dt_tokens = _new_dt(dt + i * s_dt_h, t * s_dt_t, t < seq_len, bias, dt_min, dt_max, SOFTPLUS, LIMIT)
-                y = _add_new_tokens(
-                    y, x_new, products_new, identity, dt_rows, dt_tokens, a, skip, seq_len, OPERAND, D is not None
-                )
-            _write(y, z if z is None else z + i * P + at, out + i * P + at, q, q_in, seq_len, s_z_t, s_out_t)
+            y = tl.dot(folded.to(OPERAND), c, input_precision="tf32x3") * _of_head(decays, i)[None, :]
+            _finish(
+                y, x_rows, _of_head(scores, i), pick, _of_head(skip, i), z if z is None else z + i * P + at,
+                out + i * P + at, q, q_in, seq_len, s_z_t, s_out_t, OPERAND, D is not None,
+            )  # fmt: skip
     else:
         p = tl.arange(0, BP)
-        if BLOCKS > 1:
-            products = tl.dot(B_old.to(OPERAND), c, input_precision="tf32x3")
         for step in tl.range(0, BLOCKS, num_stages=STAGES):
             i = step // PARTS if BLOCKS > 1 else 0
             at = step % PARTS * BP if BLOCKS > 1 else 0
             p_in = part * BP + at + p < P
             if BLOCKS == 1:
-                values = early
+                codes = early
+                x_rows = early_x
             else:
-                values_at = state + i * (P * N) + at * N + p[:, None] * N + n[None, :]
-                values = load(values_at, p_in[:, None] & n_in[None, :], MASKED)
-            x_cache_at = x_cache + i * P * ring_len + at
-            x_old = tl.load(
-                x_cache_at + ring[:, None] * P + p[None, :], mask=is_live[:, None] & p_in[None, :], other=0.0
-            )
-            if ONE:
-                x_new = tl.load(x + i * P + at + p, mask=p_in, other=0.0)
-            else:
-                x_from = x + i * P + at + j[:, None] * s_x_t + p[None, :]
-                x_new = tl.load(x_from, mask=j_in[:, None] & p_in[None, :], other=0.0)
-            a = _number(A, head + i, s_A)
-            bias = _number(dt_bias, head + i, s_bias)
-            skip = _number(D, head + i, s_D)
-            dt_old = tl.load(dt_cache + i * ring_len + ring, mask=is_live, other=0.0)
-            decay, weights = fold_weights(dt_old, a, live, WP)
-            values = decode_operand(settle(values, SETTLE), KIND, OPERAND, ASM)
-            y = tl.dot(values, c, input_precision="tf32x3") * decay
+                codes_at = state + i * (P * N) + at * N + p[:, None] * N + n[None, :]
+                codes = load(codes_at, p_in[:, None] & n_in[None, :], MASKED)
+                x_rows_at = x_cache + i * P * ring_len + at + ring_seen[:, None] * P + p[None, :]
+                x_rows = tl.load(x_rows_at, mask=is_row[:, None] & p_in[None, :], other=0.0)
+            y = read_state(settle(codes, SETTLE), c_state, units, TP, KIND, OPERAND, ARCH)
+            y *= _of_head(decays, i)[None, :]
             if SCALED:
                 y *= load(state_scale + i * P + at + p, p_in, MASKED)[:, None]
-            if BLOCKS == 1:
-                products = tl.dot(settle(B_old, SETTLE).to(OPERAND), c, input_precision="tf32x3")
-            scores = products * weights[:, None]
-            y = tl.dot(tl.trans(settle(x_old, SETTLE)).to(OPERAND), scores.to(OPERAND), y, input_precision="tf32x3")
-            if ONE:
-                tl.store(x_cache_at + ring_row(start, live, ring_len) * P + p, x_new, mask=p_in)
-            else:
-                x_to = x_cache_at + ring_new[:, None] * P + p[None, :]
-                tl.store(x_to, x_new, mask=j_in[:, None] & p_in[None, :])
-            if ONE:
-                dt_one = tl.load(dt + i * s_dt_h).to(tl.float32)
-                dt_one = _processed(dt_one, bias, dt_min, dt_max, SOFTPLUS, LIMIT)
-                y = _add_new_token(y, x_new, product_new, dt_one, a, skip)
-            else:
-                dt_rows = _new_dt(dt + i * s_dt_h, j * s_dt_t, j_in, bias, dt_min, dt_max, SOFTPLUS, LIMIT)
-                dt_tokens = _new_dt(dt + i * s_dt_h, t * s_dt_t, t < seq_len, bias, dt_min, dt_max, SOFTPLUS, LIMIT)
-                y = _add_new_tokens(
-                    y, x_new, products_new, identity, dt_rows, dt_tokens, a, skip, seq_len, OPERAND, D is not None
-                )
-            _write(y, z if z is None else z + i * P + at, out + i * P + at, p, p_in, seq_len, s_z_t, s_out_t)
+            _finish(
+                y, settle(x_rows, SETTLE), _of_head(scores, i), pick, _of_head(skip, i),
+                z if z is None else z + i * P + at, out + i * P + at, p, p_in, seq_len, s_z_t, s_out_t, OPERAND,
+                D is not None,
+            )  # fmt: skip
 
 
 def checkpointing_ssu(
@@ -329,11 +339,13 @@ def checkpointing_ssu(
         0 if z is None else z.stride(0), 0 if z is None else z.stride(1),
         0 if dt_bias is None else dt_bias.stride(0),
         0 if state_batch_indices is None else state_batch_indices.stride(0),
-        seq_len, nheads, heads_per_group, x_cache.shape[2], window, pad_slot_id, dt_min, dt_max,
-        P=P, N=N, NP=state_columns(N), WP=window_rows(window), TP=max(8, next_power_of_2(seq_len)),
-        TK=window_rows(seq_len),
-        BP=tile.rows, BLOCKS=tile.blocks, FOLD_ROWS=tile.fold_rows, STAGES=tile.stages, ONE=seq_len == 1,
+        seq_len, x_cache.shape[2], window, pad_slot_id, dt_min, dt_max, batch,
+        HEADS=nheads, GROUP=heads_per_group, P=P, N=N, NP=state_columns(N), WP=window_rows(max(window, seq_len)),
+        TP=max(8, next_power_of_2(seq_len)), TK=next_power_of_2(seq_len),
+        XP=tile.rows if tile.blocks == 1 else next_power_of_2(P), BP=tile.rows, BLOCKS=tile.blocks,
+        LISTED=requests_in_order(batch, batch * nheads, state.element_size(), tile.blocks),
+        FOLD_ROWS=tile.fold_rows, STAGES=tile.stages, FOLD_STAGES=tile.fold_stages,
         KIND=KINDS[state.dtype], OPERAND=operand_dtype(x.dtype), SOFTPLUS=dt_softplus,
         LIMIT=dt_min > 0.0 or dt_max != float("inf"), ROUNDS=0 if rand_seed is None else philox_rounds,
-        ASM=assembly_available(), num_warps=tile.warps, maxnreg=tile.registers,
+        ARCH=architecture(x.device), num_warps=tile.warps, maxnreg=tile.registers,
     )  # fmt: skip

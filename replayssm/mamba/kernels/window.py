@@ -23,13 +23,13 @@ def load(pointer, mask, MASKED: tl.constexpr):
 
 
 @triton.jit
-def settle(tile, ASM: tl.constexpr):
+def settle(tile, ARCH: tl.constexpr):
     """The tile itself, but nothing that is done with it may move above this line.
 
     A loaded tile that a matrix product reads goes through shared memory, which waits for the load. The compiler writes
     that right behind the load, so that later loads start one latency late; behind this line it cannot.
     """
-    if ASM:
+    if ARCH > 0:
         PACK: tl.constexpr = 32 // tile.dtype.primitive_bitwidth
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], tile.dtype, False, PACK)
     else:
@@ -46,21 +46,30 @@ def store(pointer, value, mask, MASKED: tl.constexpr):
 
 
 @triton.jit
-def fold_weights(dt, A, live, WP: tl.constexpr):
-    """``(decay, weights [WP])`` of ``live`` rows: exp(G_k) and exp(G_k - G_i) dt_i, zero from row ``live`` on.
+def running_sums(dt):
+    """Sums up to each row of ``dt`` [heads, WP]: a product of fp32, as its order of adding depends on no tile."""
+    row = tl.arange(0, dt.shape[1])
+    return tl.dot(dt, (row[:, None] <= row[None, :]).to(tl.float32), input_precision="ieee")
 
-    ``dt`` [WP] is zero there, ``A`` is the head's fp32 number.
+
+@triton.jit
+def fold_weights(dt, A, live):
+    """``(decay [heads], weights [heads, WP])`` of ``live`` rows: exp(G_k) and exp(G_k - G_i) dt_i, zero from there on.
+
+    ``dt`` [heads, WP] is zero there, ``A`` [heads] holds fp32 numbers.
     """
-    row = tl.arange(0, WP)
-    sums = tl.cumsum(dt, 0)
-    total = tl.sum(tl.where(row == live - 1, sums, 0.0), 0)
-    return tl.exp(A * total), tl.where(row < live, tl.exp(A * (total - sums)) * dt, 0.0)
+    row = tl.arange(0, dt.shape[1])[None, :]
+    sums = running_sums(dt)
+    total = tl.sum(tl.where(row == live - 1, sums, 0.0), 1)
+    weights = tl.where(row < live, tl.exp(A[:, None] * (total[:, None] - sums)) * dt, 0.0)
+    return tl.exp(A * total), weights
 
 
 @triton.jit
 def fold_rows(
     codes_in, scale_in, x_rows, weights, B_rows, decay, seed, slot, head, p,
     N: tl.constexpr, KIND: tl.constexpr, ROUNDS: tl.constexpr, OPERAND: tl.constexpr,
+    ARCH: tl.constexpr,
 ):  # fmt: skip
     """Fold ring rows into the rows ``p`` of a head's state.
 
@@ -79,18 +88,19 @@ def fold_rows(
         KIND: storage type, a value of ``common.KINDS``.
         ROUNDS: rounds of the random generator, 0 to round to nearest.
         OPERAND: dtype of the product's operands.
+        ARCH: see ``common.architecture``.
 
     Returns:
         (folded fp32 tile, codes to store, their scale).
     """
-    state = decode(codes_in, KIND)
+    state = decode(codes_in, KIND, ARCH)
     if KIND == "int8" or KIND == "fp8":
-        state = state * scale_in[:, None]
+        decay = (decay * scale_in)[:, None]
     x_weighted = tl.trans((x_rows.to(tl.float32) * weights[:, None]).to(OPERAND))
     state = tl.dot(x_weighted, B_rows.to(OPERAND), state * decay, input_precision="tf32x3")
     if ROUNDS > 0 and KIND != "fp32":
         noise = noise_tile(seed, slot, head, p, N, ROUNDS)
-        codes, scale = encode(state, noise, KIND, True)
+        codes, scale = encode(state, noise, KIND, True, ARCH)
     else:
-        codes, scale = encode(state, state, KIND, False)
+        codes, scale = encode(state, state, KIND, False, ARCH)
     return state, codes, scale
