@@ -23,7 +23,9 @@ help:
 	@sed -n '1,5s/^# \{0,1\}//p' Makefile
 
 demo: $(VENV)/.installed-hf
-	@$(RUN)python -m replayssm generate --compare
+	@$(RUN)python -m replayssm generate tiny-mamba2 --compare --max-new-tokens 128
+	@echo
+	@$(RUN)python -m replayssm generate tiny-gdn-hybrid --compare --max-new-tokens 128
 
 test: lint $(NEWEST)/.installed
 	@echo "== tests (transformers of constraints.txt)"
