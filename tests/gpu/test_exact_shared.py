@@ -19,6 +19,7 @@ from test_exact_decode import (  # noqa: F401
     test_views_with_strides,
     test_weak_decay_shows_a_rounded_carry,
 )
+from test_exact_ops import test_compiled_equals_eager, test_opcheck_step  # noqa: F401
 from test_exact_schedule import (  # noqa: F401
     test_a_draft_across_a_boundary,
     test_a_prefill_piece_after_lazily_folded_decode,
