@@ -53,8 +53,8 @@ def check_against_the_cpu(name, lengths, drafts, seed):
             assert stats.graph_rounds >= stats.rounds - 8 and stats.eager_because is None
 
 
-# Every width of a window and every model is compiled for; the full matrix takes minutes. The seeds are such that the two
-# likeliest tokens are never closer than 6e-3.
+# Every width of a window and every model is compiled for, so there are few. The seeds are such that the two likeliest
+# tokens are never closer than 6e-3.
 @pytest.mark.parametrize(
     ("name", "lengths", "seed"), [("next", (70, 5, 18), 9), ("3_5", (5, 9, 5, 9, 5), 2), ("3_5_moe", (4, 7), 1)]
 )
