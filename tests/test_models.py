@@ -142,6 +142,17 @@ def test_demo_text_is_text(name, loaded, recipe):
     assert sum(word.isalpha() for word in text.split()) > 20
 
 
+def test_drafts_change_nothing(name, loaded):
+    hf = pytest.importorskip("replayssm.hf")
+    model, tokenizer = loaded
+    ids = tokenizer(models.heldout_prompts(name)[2], return_tensors="pt").input_ids
+    plain = hf.generate(model, ids, draft=None, max_new_tokens=48)
+    fast, stats = hf.generate(model, ids, draft="lookup", max_new_tokens=48, return_stats=True)
+    assert torch.equal(plain, fast)
+    assert stats.rounds < 40 and stats.accepted > 8
+    assert torch.equal(fast, model.generate(ids, max_new_tokens=48, do_sample=False))
+
+
 @pytest.mark.parametrize(
     "file, scan, decay", [("train_tiny_mamba2", "chunk_scan", 2), ("train_tiny_gdn_hybrid", "chunk_delta_rule", 3)]
 )
