@@ -256,9 +256,9 @@ def test_materialize_values():
 
 def test_devices_without_an_implementation():
     with pytest.raises(
-        NotImplementedError, match=r"replayssm.gdn_decode: tensors on device 'cuda:0' .*supported: cpu$"
+        NotImplementedError, match=r"replayssm.gdn_decode: tensors on device 'mps:0' .*supported: cpu, cuda$"
     ):
-        implementation("gdn_decode", torch.device("cuda:0"))
+        implementation("gdn_decode", torch.device("mps:0"))
     call = mtp_call(3, T)
     meta = {
         name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in call.arguments().items()
