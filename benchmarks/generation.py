@@ -3,7 +3,7 @@
 ``python benchmarks/generation.py`` runs each model's demo prompt and 20 held-out prompts, greedily. Every way must give
 the same ids before anything is timed; timed runs are interleaved and the median counts. Speed is new tokens by the time
 of the whole call, prompt included; "x decode" compares the time from the first new token to the last alone. Prints a
-table for each model, compares the medians with the targets, and writes benchmarks/results/cpu/generation.csv.
+table for each model, compares the medians with the targets, and writes benchmarks/results/cpu/generation-MODEL.csv.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from replayssm.bench.ways import Way, by_replay, by_transformers, measure
 from replayssm.hf.drafts import MOST_LOOKUP_TOKENS
 
 RESULTS = Path(__file__).parent / "results" / "cpu"
+_TABLE = "generation-"  # a table, and a CSV file, per model
 # The targets for look-up drafts: over transformers, and over replay without drafts.
 TARGETS = {"tiny-mamba2": (4.0, 1.5), "tiny-gdn-hybrid": (3.0, 1.4)}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=replayssm.models.NAMES, help="this one alone")
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--num-draft-tokens", type=int, default=MOST_LOOKUP_TOKENS)
     parser.add_argument("--repeats", type=int, default=3)
@@ -42,13 +44,11 @@ def main() -> int:
     options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    with one_thread(), torch.no_grad():
-        facts = conditions("cpu")
-        rows = [row for name in replayssm.models.NAMES for row in run(name, options)]
-    write_csv(RESULTS / "generation.csv", rows, facts)
-    for name in replayssm.models.NAMES:
-        report(name, [row for row in rows if row["model"] == name], Console(width=160))
-    print(f"written to {(RESULTS / 'generation.csv').relative_to(RESULTS.parents[2])}")
+    for name in [options.model] if options.model else replayssm.models.NAMES:
+        with one_thread(), torch.no_grad():
+            facts, rows = conditions("cpu"), run(name, options)
+        write_csv(RESULTS / f"{_TABLE}{name}.csv", rows, facts)
+        report(name, rows, Console(width=160))
     return 0
 
 
@@ -72,7 +72,7 @@ def run(name: str, options: argparse.Namespace) -> list[Row]:
             Way("look-up", partial(replay, draft="lookup")),
         ]
         label = f"held-out {number}" if number else "demo"
-        rows.append({"model": name, "prompt": label, "read": ids.shape[1]} | row(label, ways, options.repeats))
+        rows.append({"prompt": label, "read": ids.shape[1]} | row(label, ways, options.repeats))
         sys.stderr.write(f"\r{name}: {number + 1} of {len(prompts)} prompts")
     sys.stderr.write("\n")
     return rows
@@ -105,7 +105,7 @@ def report(name: str, rows: list[Row], console: Console) -> None:
     middle = {
         key: statistics.median(row[key] for row in rows[1:]) if isinstance(value, float) and rows[1:] else None
         for key, value in rows[0].items()
-    } | {"model": name, "prompt": "median of those"}
+    } | {"prompt": "median of those"}
     console.print(table(f"{name}: tokens/s on one CPU thread, greedy, float32", [*rows, middle]))
     for what, each in (("demo prompt", rows[0]), ("held-out, median", middle)):
         for key, target in zip(("x transformers", "x replay"), TARGETS[name], strict=True):
@@ -116,15 +116,15 @@ def report(name: str, rows: list[Row], console: Console) -> None:
 
 def plots(tables: Tables) -> list[Plot]:
     """Speed of every prompt, in units of transformers' own generate, the slowest first; a panel per model."""
-    rows = tables.get("generation", [])
     panels = []
-    for name in dict.fromkeys(row["model"] for row in rows):
-        chosen = sorted((row for row in rows if row["model"] == name), key=lambda row: row["x transformers"])
+    for name in replayssm.models.NAMES:
+        chosen = sorted(tables.get(f"{_TABLE}{name}", []), key=lambda row: row["x transformers"])
         places = [row["prompt"].replace("held-out ", "") for row in chosen]
         drafts = [row["x transformers"] for row in chosen]
         plain = [row["x transformers"] / row["x replay"] for row in chosen]
         series = [Series("look-up drafts", places, drafts, ours=True), Series("no drafts", places, plain)]
-        panels.append(Panel(name, series))
+        if chosen:
+            panels.append(Panel(name, series))
     if not panels:
         return []
     title = "Greedy generation of 256 tokens on one CPU thread"
