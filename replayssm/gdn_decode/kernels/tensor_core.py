@@ -53,7 +53,7 @@ def _halves(x):
 
 
 @triton.jit
-def side_by_side(x, y):
+def _side_by_side(x, y):
     """``[x y]``, of equal shapes."""
     return tl.reshape(tl.permute(tl.join(x, y), (0, 2, 1)), (x.shape[0], 2 * x.shape[1]))
 
@@ -163,9 +163,9 @@ def _verify(
         M1, rest = _part(rest, OPERAND)
         M2, _ = _part(rest, OPERAND)
         # The six largest of the nine products in one, the small ones first; two terms are zero.
-        W = side_by_side(side_by_side(W0, W0), side_by_side(W1, W0))
+        W = _side_by_side(_side_by_side(W0, W0), _side_by_side(W1, W0))
         M = _stacked(_stacked(M0 * 0, M0 * 0), _stacked(M1, M2))
-        W = side_by_side(W, side_by_side(side_by_side(W2, W1), side_by_side(W0, W0)))
+        W = _side_by_side(W, _side_by_side(_side_by_side(W2, W1), _side_by_side(W0, W0)))
         # Held, so that it is reshaped here and not in shared memory: where it was, results were wrong (Triton 3.6).
         M = held(_stacked(M, _stacked(_stacked(M0, M0), _stacked(M1, M0))), ASM)
         _, out = _halves(products + tl.dot(W, M, input_precision="ieee"))
