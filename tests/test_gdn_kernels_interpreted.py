@@ -12,6 +12,8 @@ from gdn_cases import RINGS, int32, lazy_call, mtp_call, normal, windows_of_laye
 
 from replayssm.gdn_decode import gated_delta_rule_replayssm_commit as commit
 from replayssm.gdn_decode import gated_delta_rule_replayssm_materialize as materialize
+from replayssm.gdn_decode.configs import Tile
+from replayssm.gdn_decode.kernels import lazy, recorded, simt
 from replayssm.testing import (
     as_bytes,
     assert_close,
@@ -155,3 +157,23 @@ def test_lazy_steps(T, state_dtype, ring_dtype, backend):
     for name in RINGS:
         got, wanted = getattr(actual, name), getattr(expected, name)
         torch.testing.assert_close(got, wanted, atol=1e-38, rtol=2e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", ["simt", "tensor_core"])
+def test_tiles_change_nothing(monkeypatch, backend):
+    """Two blocks of rows in one program, the second cut off by V, against a program each."""
+    call = mtp_call(1, 2, 1, 1, 9, 40)
+    steps = lazy_call((5, 2), 1, 5, H=1, HV=1, K=9, V=40)
+    tensors = windows_of_layers(1, 2, 3, 1, 1, 9, 40)
+    results = []
+    for blocks in (1, 2):
+        for module, name in ((simt, "verify_tile"), (recorded, "records_tile"), (lazy, "lazy_tile")):
+            monkeypatch.setattr(module, name, lambda *_: Tile(4, 32, blocks))  # noqa: B023
+        with using("kernels"):
+            updated = call.run(backend=backend)
+            step = steps.run(backend=backend)
+            committed = run(commit, tensors, int32([1]), int32([3]))
+        states = updated.initial_state[1], step.state[steps.state_batch_indices], committed
+        results.append([updated.output, step.output, *states])
+    for one, two in zip(*results, strict=True):
+        assert torch.equal(one, two)
