@@ -65,7 +65,7 @@ def test_one_product_with_the_state():
     """Without a past correction an output is S q: its error is that of the product alone."""
     call = frozen(5, 1, (2, 6, 128, 64))
     call = replace(call, k=call.k * 0, A_log=call.A_log * 0 - torch.inf)
-    assert error(call) < 3e-7
+    assert error(call) < 5e-7
 
 
 @pytest.mark.parametrize("spread", [6.0, 12.0])
