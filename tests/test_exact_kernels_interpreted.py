@@ -13,6 +13,8 @@ from exact_cases import INPUTS, Decoder  # noqa: E402
 from ssd_cases import int32, random_case  # noqa: E402
 
 from replayssm.batch_invariant_decode import _mamba_chunk_scan_decode_rows, _masked_update_rows  # noqa: E402
+from replayssm.batch_invariant_decode.configs import BatchTile  # noqa: E402
+from replayssm.batch_invariant_decode.kernels import launch  # noqa: E402
 from replayssm.testing import Tolerance, assert_close, using  # noqa: E402
 
 SMALL = {"nheads": 3, "headdim": 5, "ngroups": 1, "dstate": 11}
@@ -80,8 +82,15 @@ def test_two_sources_and_padding():
     assert torch.equal(out, whole[11:]) and torch.equal(last[0], final) and torch.equal(states[0], boundary)
 
 
-@pytest.mark.parametrize("trimmed", [False, True])
-def test_decoding_token_by_token(trimmed):
+def take(form, monkeypatch):
+    """Make steps take one launch or two, whatever the size of the batch."""
+    tile = BatchTile(8, 16, None, 16, 16, 16, 16, 4, None, False) if form == "two launches" else None
+    monkeypatch.setattr(launch, "batch_tile", lambda *_: tile)
+
+
+@pytest.mark.parametrize(("form", "trimmed"), [("one launch", False), ("two launches", False), ("two launches", True)])
+def test_decoding_token_by_token(form, trimmed, monkeypatch):
+    take(form, monkeypatch)
     case = random_case(34, **SMALL)
     with using("kernels"):
         whole, _, boundary = case.whole()
@@ -98,8 +107,12 @@ def test_decoding_token_by_token(trimmed):
     assert decoder.state[[0, 2, 3]].isnan().all()
 
 
-@pytest.mark.parametrize(("chunk_size", "max_tokens"), [(16, 16), (21, 5)])
-def test_a_schedule_of_verifications(chunk_size, max_tokens):
+@pytest.mark.parametrize(
+    ("form", "chunk_size", "max_tokens"),
+    [("one launch", 16, 16), ("one launch", 21, 5), ("two launches", 16, 16), ("two launches", 21, 5)],
+)
+def test_a_schedule_of_verifications(form, chunk_size, max_tokens, monkeypatch):
+    take(form, monkeypatch)
     case = random_case(70, chunk_size, **SMALL, seed=chunk_size)
     generator = torch.Generator().manual_seed(chunk_size)
     draw = lambda low, high: int(torch.randint(low, high + 1, (1,), generator=generator))  # noqa: E731

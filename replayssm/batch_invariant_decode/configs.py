@@ -27,18 +27,20 @@ class StepTile(NamedTuple):
     registers: int | None
 
 
-def step_tile(headdim: int, dstate: int, input_bytes: int) -> StepTile:
+def step_tile(headdim: int, dstate: int, input_bytes: int, lane_heads: int) -> StepTile:
     """Tile of the step in one launch.
 
     Args:
         headdim: P.
         dstate: N.
         input_bytes: bytes of one element of x.
+        lane_heads: lanes times heads.
     """
     if input_bytes == 4:  # fp32 products run without matrix units
         return StepTile(16, 16, 16, min(32, padded(dstate)), 4, None)
     rows = min(64 if dstate <= 128 else 32, padded(headdim))
-    return StepTile(rows, min(rows, 16), 32, min(64, padded(dstate)), 4, None)
+    # More programs than two a multiprocessor: three fit, which then wait less for one another.
+    return StepTile(rows, min(rows, 16), 32, min(64, padded(dstate)), 4, 168 if lane_heads > 132 else None)
 
 
 class BatchTile(NamedTuple):
@@ -54,6 +56,7 @@ class BatchTile(NamedTuple):
         tokens: ring rows of one product.
         warps: warps of a program of the second kernel.
         registers: most registers of a thread there, or None.
+        overlap: whether the second launch begins while the first runs; at large batches it would be in its way.
     """
 
     heads: int
@@ -65,6 +68,7 @@ class BatchTile(NamedTuple):
     tokens: int
     warps: int
     registers: int | None
+    overlap: bool
 
 
 def batch_tile(
@@ -86,5 +90,5 @@ def batch_tile(
     small = chunk_size <= 128
     return BatchTile(
         8, min(64 if small else 32, padded(dstate)), 128 if small else None, rows, min(64, padded(dstate)),
-        min(rows, 32), 32, 4, 96 if tokens == 1 else 128,
+        min(rows, 32), 32, 4, 96 if tokens == 1 else 128, lane_heads <= 2048,
     )  # fmt: skip

@@ -147,7 +147,7 @@ def _launch(call: _Call, arrivals: Tensor | None) -> None:
     element = call.new.x.element_size()
     tile = None if call.chunk_starts is not None else batch_tile(P, N, call.chunk_size, element, T, lanes * H)
     if tile is None:
-        _launch_one(call, step_tile(P, N, element), arrivals)
+        _launch_one(call, step_tile(P, N, element, lanes * H), arrivals)
     else:
         _launch_two(call, tile)
 
@@ -174,9 +174,9 @@ def _launch_one(call: _Call, tile: StepTile, arrivals: Tensor | None) -> None:
 
 
 def _launch_two(call: _Call, tile: BatchTile) -> None:
-    """Weights first, then the states, the second launch beginning while the first still runs."""
+    """Weights first, then the states."""
     (lanes, T, H, P), G = call.out.shape, call.rows.B.shape[2]
-    rows, new, overlap = call.rows, call.new, overlapping(call.out.device)
+    rows, new, overlap = call.rows, call.new, tile.overlap and overlapping(call.out.device)
     cursors = torch.empty(lanes, 2, dtype=torch.int32, device=call.out.device)
     work = (cursors, *scratch(lanes, H, T, padded(call.chunk_size), new.x))
     shared = {**call.constants(), "OVERLAP": overlap}
