@@ -63,11 +63,11 @@ def _apply(
             track = state + place * s_state
             if place > null_block_id:
                 track_step = tl.load(track_steps + request * s_track_steps).to(tl.int32)
-        if WHOLE:
-            decays, betas, norms = prepare(g, beta, rawk, start, 0, count, ring_len, TP, C, K, NORM)
         row = rows_from(first, ROWS, C)
         if HOLD:
             N0, N1, N2, N3 = load_rows(state + source * s_state, row, V, C, K)
+        if WHOLE:
+            decays, betas, norms = prepare(g, beta, rawk, start, 0, count, ring_len, TP, C, K, NORM)
         for block in range(0, BLOCKS):
             row = rows_from(first + block * ROWS, ROWS, C)
             # The next block is on its way while records are applied to this one.
