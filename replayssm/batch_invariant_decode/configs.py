@@ -16,6 +16,7 @@ class StepTile(NamedTuple):
         fold_tokens: ring rows of one product there.
         columns: columns (state dim) of one product of B and C.
         warps: warps of a program.
+        stages: blocks of such a product in flight.
         registers: most registers of a thread, or None.
     """
 
@@ -24,6 +25,7 @@ class StepTile(NamedTuple):
     fold_tokens: int
     columns: int
     warps: int
+    stages: int
     registers: int | None
 
 
@@ -37,10 +39,12 @@ def step_tile(headdim: int, dstate: int, input_bytes: int, lane_heads: int) -> S
         lane_heads: lanes times heads.
     """
     if input_bytes == 4:  # fp32 products run without matrix units
-        return StepTile(16, 16, 16, min(32, padded(dstate)), 4, None)
+        return StepTile(16, 16, 16, min(32, padded(dstate)), 4, 1, None)
     rows = min(64 if dstate <= 128 else 32, padded(headdim))
-    # More programs than two a multiprocessor: three fit, which then wait less for one another.
-    return StepTile(rows, min(rows, 16), 32, min(64, padded(dstate)), 4, 168 if lane_heads > 132 else None)
+    if lane_heads <= 132:
+        return StepTile(rows, min(rows, 16), 32, min(64, padded(dstate)), 4, 3, None)
+    # Programs that store rows come on top: with less memory and fewer registers three fit on a multiprocessor, not two.
+    return StepTile(rows, min(rows, 16), 32, min(64, padded(dstate)), 4, 2, 168)
 
 
 class BatchTile(NamedTuple):

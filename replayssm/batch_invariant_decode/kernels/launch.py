@@ -167,9 +167,9 @@ def _launch_one(call: _Call, tile: StepTile, arrivals: Tensor | None) -> None:
         *(call.by_lane(tensor) for tensor in new), *(stride(tensor, 1) for tensor in new),
         call.out.stride(0), call.out.stride(1), *call.skip_strides(), T, call.ring_len, H, G, H // G, call.chunk_size,
         call.dt_min, call.dt_max, BN=tile.columns, BP=tile.rows, FP=tile.fold_rows,
-        BT=min(tile.fold_tokens, padded(call.chunk_size)), TOGETHER=1 if T == 1 else 4, ONE=T == 1,
-        SOFTPLUS=call.dt_softplus, LAZY=call.ring_start is not None, FLAT=flat, num_warps=tile.warps,
-        maxnreg=tile.registers, **call.constants(),
+        BT=min(tile.fold_tokens, padded(call.chunk_size)), STAGES=tile.stages,
+        TOGETHER=1 if T == 1 else 4, ONE=T == 1, SOFTPLUS=call.dt_softplus, LAZY=call.ring_start is not None,
+        FLAT=flat, num_warps=tile.warps, maxnreg=tile.registers, **call.constants(),
     )  # fmt: skip
 
 
