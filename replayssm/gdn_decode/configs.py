@@ -27,11 +27,11 @@ def next_power_of_2(number: int) -> int:
 
 
 def _tile(V: int, K: int, held: int, blocks: int, hold: bool = True) -> Tile:
-    """The tile in which a thread holds ``held`` rows of a block, with as many blocks as V has at most."""
+    """The tile in which a thread holds ``held`` rows of a block; no more blocks than cover V, a power of two."""
     columns = max(4, next_power_of_2(K) // 4)
     lanes = 128 // columns
     rows = max(lanes, min(held * lanes, next_power_of_2(V)))
-    blocks = min(blocks, -(-V // rows))
+    blocks = min(blocks, next_power_of_2(-(-V // rows)))
     return Tile(columns, rows, blocks, hold or blocks == 1)
 
 
