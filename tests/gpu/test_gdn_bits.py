@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gdn_cases import int32, lazy_call, mtp_call
+from gdn_cases import int32, lazy_call, mtp_call, windows_of_layers
 
 from replayssm.gdn_decode import gated_delta_rule_checkpointing as checkpointing
 from replayssm.gdn_decode import gated_delta_rule_mtp as mtp
@@ -153,3 +153,18 @@ def test_layers_and_slots_beyond_32_bits():
     commit(state, *rings, live, int32([2, 1]))
     assert torch.equal(state[-1, [3, 119]], near[0][0])
     assert torch.equal(state[:, [118, 0]], state[:, [119, 3]])
+
+
+def test_tiles_that_overhang():
+    """Sizes that no tile divides: thousands of heads, whose programs take several blocks, against few at a time."""
+    sizes = {"H": 32, "HV": 64, "K": 33, "V": 65}
+    tensors = windows_of_layers(8, 10, 3, **sizes)
+    slots, counts = int32(list(range(9, 1, -1))), int32([3, 1, 2, 3, 2, 1, 3, 2])
+    whole, parts = ({name: t.clone() for name, t in tensors.items()} for _ in range(2))
+    commit(**whole, state_indices=slots, accept_lens=counts)
+    for row in range(8):
+        commit(**parts, state_indices=slots[row : row + 1], accept_lens=counts[row : row + 1])
+    assert torch.equal(whole["checkpoint_state"], parts["checkpoint_state"])
+    steps = lazy_call((7, 3, 5, 0, 8) * 4, 1, 8, **sizes)
+    alone = {name: getattr(steps, name)[4:5] for name in ("q", "k", "v", "a", "b", "output", "state_batch_indices")}
+    assert torch.equal(steps.run().output[4:5], steps.run(**alone).output)
