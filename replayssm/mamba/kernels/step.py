@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.mamba.configs import next_power_of_2, requests_in_order, state_columns, step_tile, window_rows
-from replayssm.mamba.kernels.common import KINDS, architecture, operand_dtype, raw
+from replayssm.mamba.kernels.common import KINDS, NAN_STAYS, architecture, operand_dtype, raw
 from replayssm.mamba.kernels.read import read_state, state_operand
 from replayssm.mamba.kernels.window import fold_rows, fold_weights, load, ring_row, running_sums, settle, store
 
@@ -23,9 +23,11 @@ def _processed(dt, bias, dt_min, dt_max, SOFTPLUS: tl.constexpr, LIMIT: tl.const
         w = 1.0 + u
         # log1p: the quotient corrects what rounding 1 + u lost.
         small = tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
-        dt = tl.where(dt > 20.0, dt, small)
+        # NaN stays NaN: the minimum above makes a number of it.
+        dt = tl.where(dt <= 20.0, small, dt)
     if LIMIT:
-        dt = tl.minimum(tl.maximum(dt, dt_min), dt_max)
+        dt = tl.maximum(dt, dt_min, propagate_nan=NAN_STAYS)
+        dt = tl.minimum(dt, dt_max, propagate_nan=NAN_STAYS)
     return dt
 
 
