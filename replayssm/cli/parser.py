@@ -102,12 +102,7 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
         epilog=GENERATE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    generate.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help=MODEL_HELP,
-    )
+    generate.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     prompt = generate.add_argument_group(
         "prompt (default: standard input when it is piped)"
     ).add_mutually_exclusive_group()
