@@ -205,6 +205,8 @@ def verify(
     HV, V = v.shape[2:]
     if batch == 0:
         return
+    # Vectors that are not packed would be read in another layout, with other bits; they are rare, and small.
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     interpreted = triton.knobs.runtime.interpret
     overlap = _overlaps(q.device) and not interpreted
     tile = tensor_core_tile(V, K, initial_state.element_size(), q.element_size(), T, batch * HV)
