@@ -251,7 +251,9 @@ def _materialize(pool: ReplayPool, dtype: torch.dtype) -> None:
     ]
     nowhere = torch.full((1,), -1, device=pool.device)
     nothing = torch.zeros_like(nowhere)
-    pool.materializer.write_states(nowhere, nowhere, nothing, nothing, pool.materializer.decays(decays), nothing)
+    rates = pool.materializer.decays(decays)
+    for prefix_len in (nothing, nothing.int()):  # as the caller's rewind is int64 or int32
+        pool.materializer.write_states(nowhere, nowhere, nothing.int(), prefix_len, rates, nothing)
 
 
 def _commit(pool: ReplayPool) -> None:

@@ -161,9 +161,9 @@ def run_prompt(mixer: Any, weights: Weights, hidden_states: Tensor) -> tuple[Ten
     layer, device, history = layer_shape(mixer), hidden_states.device, mixer.conv_kernel_size - 1
     conv_in, gate, dt = project(mixer, weights, hidden_states)
     rows = torch.zeros(batch, scratch_rows(history + tokens), layer.conv_channels, device=device)
-    # Rows of the ring where a block can begin, which are the numbers of live rows at the same time.
-    none, full = cursors = torch.zeros(2, batch, dtype=torch.int32, device=device)
-    full += _BLOCK
+    # Rows of the ring where a block can begin, which are the numbers of live rows at the same time. Each in memory of
+    # its own, since kernels are compiled for how their arguments are aligned.
+    none, full = cursors = [torch.full((batch,), row, dtype=torch.int32, device=device) for row in (0, _BLOCK)]
     conv_out = causal_conv1d_replay(
         rows, none, conv_in, weights.conv_weight, weights.conv_bias, activation=weights.activation
     )
