@@ -86,23 +86,22 @@ def lazily(call, steps, window):
 
 
 def test_a_request_has_the_same_bits_in_every_batch():
-    """One request of 32 heads, ten and 130 of them take different tiles."""
+    """One request of 32 heads and 130 of them take different tiles."""
     call = replace(mtp_call(130, 4, 16, 32, 128, 128, dtype=bf16), backend="simt")
     whole = call.run()
-    for rows in ([7], list(range(40, 30, -1))):
+    for rows in ([7], list(range(128, 0, -1))):
         part = call.rows(rows).run()
         slots = call.initial_state_indices[rows]
         assert torch.equal(part.output, whole.output[rows])
         assert torch.equal(as_bytes(part.initial_state[slots]), as_bytes(whole.initial_state[slots]))
     lazy = lazy_call((7, 3, 5, 0, 8) * 26, 3, 8, H=16, HV=32, K=128, V=128, dtype=bf16)
     names = ("q", "k", "v", "a", "b", "output", "state_batch_indices")
-    for backend in ("simt", "tensor_core"):
-        whole = lazy.run(backend=backend)
-        for rows in ([7], list(range(40, 30, -1))):
-            part = lazy.run(backend=backend, **{name: getattr(lazy, name)[rows] for name in names})
-            assert torch.equal(part.output, whole.output[rows])
-            slots = lazy.state_batch_indices[rows]
-            assert torch.equal(as_bytes(part.state[slots]), as_bytes(whole.state[slots]))
+    whole = lazy.run()
+    for rows in ([4], list(range(129, 0, -1))):
+        part = lazy.run(**{name: getattr(lazy, name)[rows] for name in names})
+        assert torch.equal(part.output, whole.output[rows])
+        slots = lazy.state_batch_indices[rows]
+        assert torch.equal(as_bytes(part.state[slots]), as_bytes(whole.state[slots]))
 
 
 def test_graphs_read_indices_and_counts_anew():
