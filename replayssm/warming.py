@@ -115,7 +115,8 @@ def warmup(
             for count in tokens:
                 for slots in slots_of.values():
                     _step(target, index, slots, count, parameter_dtype, conv_bias, with_z)
-        _materialize(target, parameter_dtype)
+        for slots in slots_of.values():
+            _materialize(target, slots.long(), parameter_dtype)
         _commit(target)
     return done
 
@@ -244,16 +245,14 @@ def _gdn(pool: ReplayPool, index: int, conv_out: Tensor, slots: Tensor, dtype: t
     )
 
 
-def _materialize(pool: ReplayPool, dtype: torch.dtype) -> None:
+def _materialize(pool: ReplayPool, slots: Tensor, dtype: torch.dtype) -> None:
     decays = [
         torch.full((layer.nheads,), -1.0, dtype=dtype, device=pool.device) if isinstance(layer, Mamba2Layer) else None
         for layer in pool.layers
     ]
-    nowhere = torch.full((1,), -1, device=pool.device)
-    nothing = torch.zeros_like(nowhere)
-    rates = pool.materializer.decays(decays)
-    for prefix_len in (nothing, nothing.int()):  # as the caller's rewind is int64 or int32
-        pool.materializer.write_states(nowhere, nowhere, nothing.int(), prefix_len, rates, nothing)
+    rates, starts = pool.materializer.decays(decays), torch.zeros_like(slots, dtype=torch.int32)
+    for prefix_len in (starts, starts.long()):  # as the caller's rewind is int32 or int64
+        pool.materializer.write_states(slots, slots, starts, prefix_len, rates, starts)
 
 
 def _commit(pool: ReplayPool) -> None:

@@ -62,7 +62,7 @@ def test_padding_leaves_the_pool_as_it_is(module, layers, batch):
         for tokens in (1, 4):
             slots = torch.full((batch,), -1)
             warming._step(pool, 0, slots, tokens, torch.float32, conv_bias=True, with_z=True)
-        warming._materialize(pool, torch.float32)
+        warming._materialize(pool, slots, torch.float32)
         warming._commit(pool)
     for old, (_, new) in zip(before, pool._slotted(), strict=True):
         assert torch.equal(old.view(torch.uint8), new.view(torch.uint8))
