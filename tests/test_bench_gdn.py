@@ -144,4 +144,6 @@ def test_a_picture_of_four_batches():
     assert [(series.label, list(series.y)) for series in panel.series] == [
         ("replayssm, simt", [2.0] * 4), ("replayssm, tensor_core", [2.0] * 4), ("FlashInfer", [3.0] * 4),
     ]  # fmt: skip
+    (plot,) = family.plots({"gdn": [row for row in rows if row["backend"] == "tensor_core"]})
+    assert [series.label for series in plot.panels[0].series] == ["replayssm, tensor_core", "FlashInfer"]
     assert family.plots({}) == []

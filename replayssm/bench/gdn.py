@@ -162,9 +162,9 @@ def _run_verify(line: Verify, peers: bool, timer: Timer) -> Row:
     row = _row(line, micros, moved, error, timer)
     columns = ("flashinfer_frozen_us", "flashinfer_snapshots_us", "fla_us")
     nothing = row | dict.fromkeys((*columns, "peers"))
-    if not peers or timer.device.type == "cpu" or line.state != "fp32":
+    if timer.device.type == "cpu" or line.state != "fp32":
         return nothing
-    found = {name: gdn_peers.version(name) for name in ("flashinfer-python", "fla-core")}
+    found = {name: gdn_peers.version(name) if peers else None for name in ("flashinfer-python", "fla-core")}
     if any(found.values()):
         ours = pools[: max(1, len(pools) // 2)]
         times = (
@@ -210,9 +210,9 @@ def _run_decode(line: Decode, peers: bool, timer: Timer) -> Row:
     row = _row(line, micros, moved, error, timer)
     columns = ("flashinfer_update_us", "fla_us")
     nothing = row | dict.fromkeys((*columns, "peers"))
-    if not peers or timer.device.type == "cpu" or line.state != "fp32" or line.tokens > 1:
+    if timer.device.type == "cpu" or line.state != "fp32" or line.tokens > 1:
         return nothing
-    found = {name: gdn_peers.version(name) for name in ("flashinfer-python", "fla-core")}
+    found = {name: gdn_peers.version(name) if peers else None for name in ("flashinfer-python", "fla-core")}
     if any(found.values()):
         theirs = pools if line.way == "update" else _decode_calls(replace(line, way="update"), timer)[0]
         times = (
@@ -272,10 +272,10 @@ def _verify_plot(rows: list[Row]) -> Plot:
         at = sorted((row for row in chosen if row["tokens"] == tokens), key=lambda row: row["batch"])
         if len({row["batch"] for row in at}) < 4:
             continue
-        series = [
-            Series(f"replayssm, {backend}", *_over_floor([row for row in at if row["backend"] == backend], "us"),
-                   ours=backend == "tensor_core") for backend in BACKENDS
-        ]  # fmt: skip
+        series = []
+        for backend in BACKENDS:
+            x, y = _over_floor([row for row in at if row["backend"] == backend], "us")
+            series += [Series(f"replayssm, {backend}", x, y, ours=backend == "tensor_core")] if x else []
         first = [row for row in at if row["backend"] == at[0]["backend"]]
         for column, label in (("flashinfer_frozen_us", "FlashInfer"), ("fla_us", "fla")):
             x, y = _over_floor(first, column)

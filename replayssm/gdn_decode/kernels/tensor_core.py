@@ -205,7 +205,7 @@ def verify(
     HV, V = v.shape[2:]
     if batch == 0:
         return
-    # Vectors that are not packed would be read in another layout, with other bits; they are rare, and small.
+    # Triton 3.6 does not compile the layout in which vectors that are not packed would be read; they are rare, small.
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     interpreted = triton.knobs.runtime.interpret
     overlap = _overlaps(q.device) and not interpreted
