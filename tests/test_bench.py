@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
 
-from replayssm.bench import FAMILIES, BadOption, Options, WrongAnswer, flashinfer, mamba_buffers, report, vary
+from replayssm.bench import FAMILIES, BadOption, Case, Options, WrongAnswer, flashinfer, mamba_buffers, report, vary
 from replayssm.bench import mamba as family
 from replayssm.bench.plot import Panel, Plot, Series, draw
 from replayssm.bench.timing import Timer, interleaved_time, one_thread, verify
@@ -192,7 +193,7 @@ def test_published_numbers_are_named_as_such(monkeypatch):
     monkeypatch.setattr(flashinfer, "version", lambda: None)
     for card, expected in (("NVIDIA H200", (38.0, 120.1, "FlashInfer 0.7.4, other run")), ("NVIDIA A10", (None,) * 3)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda card=card: card)
-        assert tuple(family._step_peers(LINE, [], True, None).values()) == expected
+        assert tuple(family._step_peers(LINE, [], False, None).values()) == expected
         assert family._step_peers(replace(LINE, heads=16, groups=1), [], True, None)["peers"] is None
 
 
@@ -225,6 +226,32 @@ def test_a_peer_that_refuses_leaves_a_warning_and_what_was_published(monkeypatch
     with pytest.warns(UserWarning, match="not timed: at most 16 cache tokens"):
         row = family._step_peers(LINE, [{"state_scale": None}], True, Timer("cpu", quick=True))
     assert row["flashinfer_us"] == 38.0 and row["peers"] == flashinfer.PUBLISHED
+
+
+def test_a_peer_that_ends_the_process_takes_no_row_with_it(capsys, monkeypatch, tmp_path):
+    asked = []
+
+    def run(number, options, timer):
+        asked.append((number, options.peers))
+        if options.peers and number == 1:
+            raise KeyboardInterrupt  # a crash in its library would not come back either
+        return {"number": number, "us": 1.0, "peers": "this run" if options.peers else None}
+
+    def cases(options):
+        return [Case("t", str(number), partial(run, number, options)) for number in range(3)]
+
+    monkeypatch.setattr(family, "cases", cases)
+    assert main([*TINY, "--peers", "--output", str(tmp_path)]) == 130
+    assert asked == [(0, False), (1, False), (2, False), (0, True), (1, True)]
+    _, rows = report.read_csv(tmp_path / "t.csv")
+    assert [(row["number"], row["peers"]) for row in rows] == [(0, "this run"), (1, None), (2, None)]
+
+
+def test_no_peer_is_imported_unless_asked_for(monkeypatch):
+    monkeypatch.setattr(flashinfer, "version", lambda: pytest.fail("looked for"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    assert Options().peers is False
+    assert family._step_peers(LINE, [], False, None)["peers"] == flashinfer.PUBLISHED
 
 
 def test_what_flashinfer_took_for_materialize():

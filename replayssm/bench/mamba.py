@@ -119,7 +119,7 @@ def _run_step(line: Step, peers: bool, timer: Timer) -> Row:
     error = check_step(_label(line), pools[0])
     ways: dict[str, Calls] = {"us": [partial(checkpointing_ssu, **pool) for pool in pools]}
     on_cpu = timer.device.type == "cpu"
-    if on_cpu and peers and pools[0]["state_scale"] is None:
+    if on_cpu and pools[0]["state_scale"] is None:
         ways["plain_us"] = [ordinary_step(pool) for pool in pools]
     times = timer.micros(ways)
     moved = step_bytes(line.heads, line.groups, line.tokens, line.state, live, pools[0]["x"].element_size())
@@ -182,9 +182,9 @@ def _run_materialize(line: Materialize, peers: bool, timer: Timer) -> Row:
         "layers": layers, "us": micros, "bytes": moved, "floor_us": floor, "of_ceiling": floor / micros,
         "over_floor": micros / floor, "error": error,
     }  # fmt: skip
-    if timer.device.type == "cpu" or not peers:
+    if timer.device.type == "cpu":
         return row | {"flashinfer_us": None, "peers": None}
-    found = flashinfer.version()
+    found = flashinfer.version() if peers else None
     if found is not None:
         theirs = _peer(timer, lambda _: flashinfer.replayssm_materialize(tables, options), range(3))
         if theirs is not None:

@@ -24,6 +24,7 @@ BENCH_EXAMPLES = """\
 examples:
   replayssm bench mamba                                the standard table of this device
   replayssm bench mamba --op step --state-dtype bf16,fp32 --tokens 1,4 --batch 8,64 --mode mix
+  replayssm bench mamba --peers --output results       FlashInfer measured beside ours where it is installed
   replayssm bench mamba --quick --json                 a few small cases, for a script
   replayssm bench mamba --output results --plot        CSV files and pictures
   replayssm bench generate --batch 1,16                tokens per second of the shipped model
@@ -194,10 +195,9 @@ def _add_bench_family(families: argparse._SubParsersAction, name: str, family: F
     lines.add_argument("--groups", type=sizes, metavar="N", help="heads of B and C, or of keys and queries")
     lines.add_argument("--quick", action="store_true", help="a few small cases and fewer repeats")
     lines.add_argument(
-        "--no-peers",
-        dest="peers",
-        action="store_false",
-        help="leave out other libraries, which may compile for minutes",
+        "--peers",
+        action="store_true",
+        help="then time other libraries that are installed, which may compile for minutes; else published numbers",
     )
     _add_bench_output(parser)
 
