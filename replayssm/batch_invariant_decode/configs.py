@@ -16,7 +16,6 @@ class StepTile(NamedTuple):
         fold_tokens: ring rows of one product there.
         columns: columns (state dim) of one product of B and C.
         warps: warps of a program.
-        stages: blocks of such a product in flight.
         registers: most registers of a thread, or None.
     """
 
@@ -25,26 +24,21 @@ class StepTile(NamedTuple):
     fold_tokens: int
     columns: int
     warps: int
-    stages: int
     registers: int | None
 
 
-def step_tile(headdim: int, dstate: int, input_bytes: int, lane_heads: int) -> StepTile:
+def step_tile(headdim: int, dstate: int, input_bytes: int) -> StepTile:
     """Tile of the step in one launch.
 
     Args:
         headdim: P.
         dstate: N.
         input_bytes: bytes of one element of x.
-        lane_heads: lanes times heads.
     """
     if input_bytes == 4:  # fp32 products run without matrix units
-        return StepTile(16, 16, 16, min(32, padded(dstate)), 4, 1, None)
+        return StepTile(16, 16, 16, min(32, padded(dstate)), 4, None)
     rows = min(64 if dstate <= 128 else 32, padded(headdim))
-    if lane_heads <= 132:
-        return StepTile(rows, min(rows, 16), 32, min(64, padded(dstate)), 4, 3, None)
-    # Programs that store rows come on top: with less memory and fewer registers three fit on a multiprocessor, not two.
-    return StepTile(rows, min(rows, 16), 32, min(64, padded(dstate)), 4, 2, 168)
+    return StepTile(rows, min(rows, 16), 32, min(64, padded(dstate)), 4, None)
 
 
 class BatchTile(NamedTuple):
@@ -60,7 +54,6 @@ class BatchTile(NamedTuple):
         tokens: ring rows of one product.
         warps: warps of a program of the second kernel.
         registers: most registers of a thread there, or None.
-        overlap: whether the second launch begins while the first runs; at large batches it would be in its way.
     """
 
     heads: int
@@ -72,7 +65,6 @@ class BatchTile(NamedTuple):
     tokens: int
     warps: int
     registers: int | None
-    overlap: bool
 
 
 def batch_tile(
@@ -94,5 +86,5 @@ def batch_tile(
     small = chunk_size <= 128
     return BatchTile(
         8, min(64 if small else 32, padded(dstate)), 128 if small else None, rows, min(64, padded(dstate)),
-        min(rows, 32), 32, 4, 96 if tokens == 1 else 128, lane_heads <= 2048,
+        min(rows, 16), 32, 4, 96 if tokens == 1 else 128,
     )  # fmt: skip

@@ -101,9 +101,6 @@ def score_kernel(
         rounded += slot * s_shadow + head * (P * N)
         read = rounded
     C += lane * s_C_lane + group * N
-    if not OVERLAP:
-        start = tl.load(cursors + 2 * lane).to(tl.int64)
-        live = tl.load(cursors + 2 * lane + 1)
     carried = tl.zeros((BP, TOKENS), tl.float32)
     for n0 in tl.range(0, N, BN, num_stages=STAGES):
         n = n0 + tl.arange(0, BN)
@@ -121,8 +118,8 @@ def score_kernel(
         D += head * s_D_head
     if OVERLAP:
         gdc_wait()
-        start = tl.load(cursors + 2 * lane).to(tl.int64)
-        live = tl.load(cursors + 2 * lane + 1)
+    start = tl.load(cursors + 2 * lane).to(tl.int64)
+    live = tl.load(cursors + 2 * lane + 1)
     end = live + seq_len
     folds = live >= chunk_size
     full = end > chunk_size if LAZY else end >= chunk_size

@@ -49,7 +49,7 @@ def folded(
     """The state after the ``rows`` rows of the chunk at ``first``."""
     added = tl.zeros(state.shape, tl.float32)
     n = tl.arange(0, state.shape[1])
-    for j0 in tl.range(0, rows, BT, num_stages=4):
+    for j0 in range(0, rows, BT):
         j = j0 + tl.arange(0, BT)
         j_in = j < rows
         x_at = row_pointers(x_rows, x_row, x, s_x, start, first + j, stored, ring_len)

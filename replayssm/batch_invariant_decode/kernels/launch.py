@@ -147,7 +147,7 @@ def _launch(call: _Call, arrivals: Tensor | None) -> None:
     element = call.new.x.element_size()
     tile = None if call.chunk_starts is not None else batch_tile(P, N, call.chunk_size, element, T, lanes * H)
     if tile is None:
-        _launch_one(call, step_tile(P, N, element, lanes * H), arrivals)
+        _launch_one(call, step_tile(P, N, element), arrivals)
     else:
         _launch_two(call, tile)
 
@@ -167,16 +167,16 @@ def _launch_one(call: _Call, tile: StepTile, arrivals: Tensor | None) -> None:
         *(call.by_lane(tensor) for tensor in new), *(stride(tensor, 1) for tensor in new),
         call.out.stride(0), call.out.stride(1), *call.skip_strides(), T, call.ring_len, H, G, H // G, call.chunk_size,
         call.dt_min, call.dt_max, BN=tile.columns, BP=tile.rows, FP=tile.fold_rows,
-        BT=min(tile.fold_tokens, padded(call.chunk_size)), STAGES=tile.stages,
-        TOGETHER=1 if T == 1 else 4, ONE=T == 1, SOFTPLUS=call.dt_softplus, LAZY=call.ring_start is not None,
-        FLAT=flat, num_warps=tile.warps, maxnreg=tile.registers, **call.constants(),
+        BT=min(tile.fold_tokens, padded(call.chunk_size)), TOGETHER=1 if T == 1 else 4, ONE=T == 1,
+        SOFTPLUS=call.dt_softplus, LAZY=call.ring_start is not None, FLAT=flat, num_warps=tile.warps,
+        maxnreg=tile.registers, **call.constants(),
     )  # fmt: skip
 
 
 def _launch_two(call: _Call, tile: BatchTile) -> None:
-    """Weights first, then the states."""
+    """Weights first, then the states, the second launch beginning while the first still runs."""
     (lanes, T, H, P), G = call.out.shape, call.rows.B.shape[2]
-    rows, new, overlap = call.rows, call.new, tile.overlap and overlapping(call.out.device)
+    rows, new, overlap = call.rows, call.new, overlapping(call.out.device)
     cursors = torch.empty(lanes, 2, dtype=torch.int32, device=call.out.device)
     work = (cursors, *scratch(lanes, H, T, padded(call.chunk_size), new.x))
     shared = {**call.constants(), "OVERLAP": overlap}

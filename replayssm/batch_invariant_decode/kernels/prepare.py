@@ -31,7 +31,7 @@ def chunk_decays(
 @triton.jit
 def chunk_products(
     B_rows, B, C, s_B_row, s_B, s_C, start, first, end, stored, ring_len, chunk_size, seq_len,
-    N: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
+    N: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """``B_j C_t`` [ROWS, TOKENS] in fp32 for the chunk's rows and all new tokens."""
     row = tl.arange(0, ROWS)
@@ -39,7 +39,7 @@ def chunk_products(
     inside = (row < chunk_size) & (first + row < end)
     at = row_pointers(B_rows, s_B_row, B, s_B, start, first + row, stored, ring_len)
     products = tl.zeros((ROWS, TOKENS), tl.float32)
-    for n0 in tl.range(0, N, BN, num_stages=STAGES):
+    for n0 in tl.range(0, N, BN):
         n = n0 + tl.arange(0, BN)
         B_tile = tl.load(at[:, None] + n[None, :], mask=inside[:, None] & (n < N)[None, :], other=0.0)
         C_at = C + (t * s_C)[None, :] + n[:, None]
@@ -79,7 +79,7 @@ def store_weights(
         if before < chunk_size:
             products = chunk_products(
                 B_rows, B, C, s_B_row, s_B, s_C, start, first, end, stored, ring_len, chunk_size, seq_len,
-                N, BN, ROWS, TOKENS, 2,
+                N, BN, ROWS, TOKENS,
             )  # fmt: skip
             for i in range(tl.maximum(-before, 0), tl.minimum(seq_len, chunk_size - before)):
                 here = tl.sum(tl.where((row == before + i)[None, :], total, 0.0), 1)

@@ -42,8 +42,8 @@ def step_kernel(
     s_x_lane, s_z_lane, s_dt_lane, s_B_lane, s_C_lane, s_x, s_z, s_dt, s_B, s_C, s_out_lane, s_out,
     s_D_head, s_D_element, seq_len, ring_len, nheads, ngroups, heads_per_group, chunk_size, dt_min, dt_max,
     P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    BP: tl.constexpr, FP: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr, TOGETHER: tl.constexpr,
-    ONE: tl.constexpr, SOFTPLUS: tl.constexpr, LAZY: tl.constexpr, FLAT: tl.constexpr, OPERAND: tl.constexpr,
+    BP: tl.constexpr, FP: tl.constexpr, BT: tl.constexpr, TOGETHER: tl.constexpr, ONE: tl.constexpr,
+    SOFTPLUS: tl.constexpr, LAZY: tl.constexpr, FLAT: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Program (lane, head, block of its rows; scoring, or storing the new rows)."""
     PARTS: tl.constexpr = (P + BP - 1) // BP
@@ -138,9 +138,8 @@ def step_kernel(
             dt_min, dt_max, ROWS, SOFTPLUS,
         )  # fmt: skip
         products = chunk_products(
-            B_rows, B, C, s_B_row, s_B, s_C, start, 0, end, stored, ring_len, chunk_size, seq_len, N, BN, ROWS, TOKENS,
-            STAGES,
-        )  # fmt: skip
+            B_rows, B, C, s_B_row, s_B, s_C, start, 0, end, stored, ring_len, chunk_size, seq_len, N, BN, ROWS, TOKENS
+        )
         y = tl.dot(values.to(OPERAND), C_tile, input_precision="ieee")
         target = live + t
         sums_row = tl.sum(total, 0)  # of the one head
