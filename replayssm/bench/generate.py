@@ -185,6 +185,8 @@ def plots(tables: Tables) -> list[Plot]:
     panels = []
     for model, dtype in dict.fromkeys((row["model"], row["dtype"]) for row in rows):
         chosen = [row for row in rows if (row["model"], row["dtype"]) == (model, dtype)]
+        if len(chosen) < 2:
+            continue
         batches = [f"batch {row['batch']}" for row in chosen]
         drafted = [row["x transformers"] for row in chosen]
         plain = [row["x transformers"] / row["x replay"] for row in chosen]
