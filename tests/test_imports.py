@@ -147,3 +147,9 @@ def test_the_version_is_the_package_metadata():
     assert _run("import replayssm; print(replayssm.__version__)") == _run(
         "from importlib.metadata import version; print(version('replayssm'))"
     )
+
+
+def test_files_of_tests_have_names_of_their_own():
+    # Tests import each other by name, so pytest cannot tell two files of one name apart.
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
