@@ -1,7 +1,8 @@
 """The model that runs with a ``ReplayCache``: the attached one with some of its modules exchanged.
 
 Modules below which something was exchanged are copied without their tensors; all others, and all parameters, are those
-of the attached model. So a plain forward of that model, in this thread or another, meets nothing of ours.
+of the attached model. So a plain forward of that model, in this thread or another, meets nothing of ours. The copies
+are in evaluation mode whatever the model is in: dropout would make the text depend on what was drafted.
 """
 
 from __future__ import annotations
@@ -179,7 +180,9 @@ def _exchange(module: nn.Module, exchanged: dict[int, nn.Module], outermost: boo
     if id(module) in exchanged:
         return exchanged[id(module)]
     children = {name: child and _exchange(child, exchanged) for name, child in module._modules.items()}
-    if all(children[name] is child for name, child in module._modules.items()):
+    unchanged = all(children[name] is child for name, child in module._modules.items())
+    # In training a checkpointed layer hides the cache from what is below it.
+    if unchanged and not hasattr(module, "gradient_checkpointing"):
         return module
     if "forward" in module.__dict__ and not outermost:
         raise ValueError(
@@ -188,5 +191,5 @@ def _exchange(module: nn.Module, exchanged: dict[int, nn.Module], outermost: boo
     copy = object.__new__(type(module))
     # The outermost one is that of attach.
     copy.__dict__ = {name: value for name, value in module.__dict__.items() if name != "forward"}
-    copy.__dict__["_modules"] = children
+    copy.__dict__ |= {"_modules": children, "training": False}
     return copy

@@ -7,11 +7,13 @@ import pytest
 import torch
 from tiny_gdn import MODELS, fresh_model, greedy_text, make_prompts, shared_model, step_logits
 from tiny_mamba2 import oracle, pad
+from tiny_mamba2 import shared_model as small_mamba2
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, StoppingCriteriaList
 from transformers.generation import MaxLengthCriteria
 
 import replayssm.hf as hf
 from replayssm.hf import linear
+from replayssm.hf.attachment import attachment_of
 
 LENGTHS = (9, 2, 14, 5, 1)
 COUNT = 21
@@ -189,6 +191,15 @@ def test_a_draft_model_of_another_family():
     assert new_tokens(out, 9) == [greedy_text("next", prompt, COUNT)] and stats.accept_rate == 1
 
 
+def test_the_longest_draft_is_that_of_the_draft_model_too():
+    """Layers of the drafting model may verify fewer tokens than those of the model."""
+    model, drafter, ids = small_mamba2("biases"), fresh_model("next"), torch.tensor([[3, 4, 5]])
+    assert hf.generate(model, ids, draft_model=drafter, num_draft_tokens=15, max_new_tokens=4).shape == (1, 7)
+    with pytest.raises(ValueError, match=r"<= num_draft_tokens <= 15 \(what the draft model's layers verify\), got 16"):
+        hf.generate(model, ids, draft_model=drafter, num_draft_tokens=16, max_new_tokens=4)
+    assert attachment_of(model) is None and attachment_of(drafter) is None
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_models_that_are_not_packed_give_the_same_text(name, monkeypatch):
     monkeypatch.setattr(linear, "_MOST_PACKED", 0)
@@ -215,3 +226,18 @@ def test_logits_of_a_prompt_are_those_of_single_steps(name):
         got = model(torch.tensor([prompt]), **{cache.name: cache}).logits[0]
     expected = step_logits(shared_model(name), prompt)
     torch.testing.assert_close(got, expected, rtol=0, atol=2e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["next", "3_5_moe"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_model_in_training_generates_without_dropout_and_with_its_cache(name, checkpointing):
+    """Checkpointed layers of a model in training take the cache away from what is below them."""
+    model = fresh_model(name, attention_dropout=0.5)
+    prompt = torch.tensor(make_prompts(name, (9,)))
+    expected = hf.generate(model, prompt, draft=None, max_new_tokens=COUNT)
+    model.train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    assert torch.equal(hf.generate(model, prompt, max_new_tokens=COUNT), expected)
+    assert all(module.training for module in model.modules())
+    assert model.is_gradient_checkpointing is checkpointing
