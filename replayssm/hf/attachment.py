@@ -176,8 +176,9 @@ def attachment_of(model: PreTrainedModel) -> Attachment | None:
     return model.__dict__.get(ATTRIBUTE)
 
 
-def most_tokens(model: PreTrainedModel) -> int:
-    """Most tokens that one forward of an attached model can verify."""
+def most_tokens(model: PreTrainedModel, exact: bool) -> int:
+    """Most tokens that one forward of an attached model can verify, with or without exact decode."""
     attachment = attachment_of(model)
     assert attachment is not None
-    return min(attachment.family.layer_shape(mixer).max_tokens for mixer in attachment.mixers)
+    family = attachment.exact_family() if exact else attachment.family
+    return min(family.layer_shape(mixer).max_tokens for mixer in attachment.mixers)

@@ -18,7 +18,7 @@ from replayssm.hf.attention import KeyValueRows
 from replayssm.hf.body import Body
 from replayssm.hf.fixed_cache import FixedCache, UnattachedLayer
 from replayssm.hf.linear import may_pack
-from replayssm.hf.options import integers
+from replayssm.hf.options import check_flag, integers
 from replayssm.hf.traffic import Traffic
 
 
@@ -73,6 +73,7 @@ class ReplayCache(FixedCache):
         window: int = 16,
         exact: bool = False,
     ) -> None:
+        check_flag("exact", exact)
         attachment = attachment_of(model) if isinstance(model, PreTrainedModel) else None
         if attachment is None:
             raise ValueError("model: expected an attached model; call replayssm.hf.attach(model) first")

@@ -19,7 +19,15 @@ from replayssm.hf.attachment import most_tokens
 from replayssm.hf.draft_model import ModelDrafter
 from replayssm.hf.drafts import CallableDrafter, Drafter, DraftFunction, LookupDrafter, NoDrafts, default_draft_tokens
 from replayssm.hf.loop import Decoder
-from replayssm.hf.options import callables, check_mode, check_seed, check_streamer, integers, numbers_of_requests
+from replayssm.hf.options import (
+    callables,
+    check_flag,
+    check_mode,
+    check_seed,
+    check_streamer,
+    integers,
+    numbers_of_requests,
+)
 from replayssm.hf.prompts import check_positions, join, strip_padding
 from replayssm.hf.sampling import Greedy, Gumbel
 from replayssm.hf.stats import GenerationStats
@@ -71,8 +79,8 @@ def generate(
             callable ``(token_ids, num_tokens) -> token_ids``: it gets a row's ids, 1-D, and may return up to
             ``num_tokens`` ids as a 1-D tensor.
         draft_model: a smaller model of a supported family with the same vocabulary that drafts; in place of ``draft``.
-        num_draft_tokens: longest draft, 0..63, for Gated DeltaNet layers 0..15. None: 11 by look-up, whose drafts are
-            as long as the match deserves, else 4.
+        num_draft_tokens: longest draft, 0..63, for Gated DeltaNet layers 0..15, with ``exact`` below the chunk
+            size. None: 11 by look-up, whose drafts are as long as the match deserves, else 4.
         max_new_tokens: most new tokens per row, >= 1.
         do_sample: draw tokens instead of taking the most likely one.
         temperature: divides the logits when drawing.
@@ -129,8 +137,7 @@ def generate(
         processors=LogitsProcessorList(callables("logits_processor", logits_processor)),
         criteria=StoppingCriteriaList(callables("stopping_criteria", stopping_criteria)),
     )
-    if not isinstance(do_sample, bool):
-        raise TypeError(f"do_sample: expected a bool, got {do_sample!r} of type {type(do_sample).__name__}")
+    check_flag("do_sample", do_sample)
     check_seed(seed)
     sampler = Gumbel(temperature, top_k, top_p) if do_sample else Greedy()
     if not do_sample and (temperature != 1.0 or top_k is not None or top_p is not None):
@@ -291,12 +298,14 @@ def _run(
 ) -> tuple[Tensor, GenerationStats]:
     if num_draft_tokens is None:
         num_draft_tokens = default_draft_tokens(draft if draft_model is None else draft_model)
+    check_flag("exact", exact)
     check_range("num_draft_tokens", num_draft_tokens, 0, _MOST_DRAFT_TOKENS)
     check_range("max_new_tokens", rules.max_new_tokens, 1, sys.maxsize)
     check_range("window", window, 1, _MOST_DRAFT_TOKENS + 1)
     with ExitStack() as stack:
         stack.enter_context(attached(model))
-        check_range("num_draft_tokens", num_draft_tokens, 0, most_tokens(model) - 1, "what the model's layers verify")
+        most = most_tokens(model, exact) - 1
+        check_range("num_draft_tokens", num_draft_tokens, 0, most, "what the model's layers verify")
         _check_hooks("model", model)
         if model.device.type == "cuda":  # kernels go to the current device
             stack.enter_context(torch.cuda.device(model.device))

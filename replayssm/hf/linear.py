@@ -135,7 +135,7 @@ class JoinedProduct:
 
 
 def _plain(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    return lambda rows: F.linear(rows, weight, bias)
+    return lambda rows: F.linear(_aligned(rows), weight, bias)
 
 
 def _alone(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
@@ -145,20 +145,29 @@ def _alone(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
 def _packed(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR)
     multiply = torch.ops.mkldnn._linear_pointwise.default
-    return lambda rows: multiply(rows, packed, bias, "none", [], "")
+    return lambda rows: multiply(_aligned(rows), packed, bias, "none", [], "")
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """Rows that all begin at a multiple of 64 bytes: a BLAS may sum a row otherwise when it begins elsewhere."""
+    width = rows.shape[1]
+    if not width % 16:
+        return rows
+    return F.pad(rows, (0, -width % 16))[:, :width]
 
 
 @torch.no_grad()
 def _measure(multiply: Callable[[Tensor], Tensor], width: int, device: torch.device) -> tuple[list[int], bool]:
     """To how many rows to pad each number of rows, and whether all of them get the bits of 64 rows then."""
     rows = torch.randn(65, width, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(device)
-    # The second product shows whether a row's place among the others matters.
-    expected, shifted = multiply(rows[:64]), multiply(rows[1:])
+    # The second product shows whether a row's place among the others, and in memory, matters.
+    moved = rows[1:].clone()
+    expected, shifted = multiply(rows[:64]), multiply(moved)
     if not torch.equal(expected[1:], shifted[:-1]):
         return list(range(_MEASURED + 1)), False
 
     def agrees(count: int) -> bool:
-        first, second = (multiply(rows[start : start + count]) for start in (0, 1))
+        first, second = multiply(rows[:count]), multiply(moved[:count])
         return torch.equal(first, expected[:count]) and torch.equal(second, shifted[:count])
 
     agreeing = [count for count in range(1, _MEASURED + 1) if agrees(count)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from replayssm.rms_norm import rms_norm
@@ -67,11 +66,16 @@ class Norm(nn.Module):
         return out.view(x.shape)
 
     def _on_cpu(self, x: Tensor, gate: Tensor | None, scale: Tensor) -> Tensor:
-        """In the order that transformers' own modules have, hence with their bits."""
+        """In the order that transformers' own modules have."""
         if gate is not None and self._gate_first:
-            x = x * F.silu(gate)
+            x = x * _silu(gate)
         out = (x * (x * x).mean(-1, keepdim=True).add_(self._eps).rsqrt_()).mul_(scale)
-        return out if gate is None or self._gate_first else out.mul_(F.silu(gate))
+        return out if gate is None or self._gate_first else out.mul_(_silu(gate))
+
+
+def _silu(x: Tensor) -> Tensor:
+    """``x / (1 + exp(-x))``; torch's own gives other bits near the end of a tensor, whatever row lies there."""
+    return x / x.neg().exp_().add_(1)
 
 
 def pays(device: torch.device) -> bool:

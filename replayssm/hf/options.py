@@ -37,6 +37,12 @@ def integers(name: str, values: object) -> list[int]:
     return [int(number) for number in each]
 
 
+def check_flag(name: str, value: object) -> None:
+    """Raise unless an option is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected a bool, got {value!r} of type {type(value).__name__}")
+
+
 def check_seed(seed: int) -> None:
     """Raise unless the seed fits the key of the noise."""
     check_range("seed", seed, 0, _MOST_SEED)

@@ -8,6 +8,7 @@ from transformers import LogitsProcessorList
 import replayssm.hf as hf
 from replayssm.cache import ExactMamba2Layer
 from replayssm.hf.linear import RowProduct
+from replayssm.hf.norm import Norm
 
 LENGTHS = (19, 3, 16, 34, 1)
 COUNT = 27
@@ -115,6 +116,38 @@ def test_a_cache_takes_drafts_back_across_a_chunk_boundary():
     whole = hf.score(model, ids, exact=True)
     torch.testing.assert_close(first, whole[:, 14:19], rtol=1e-5, atol=1e-5)
     assert torch.equal(first[:, 3:], second[:, :2])
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "mish"])
+def test_channels_that_no_vector_divides(activation):
+    sizes = {"hidden_size": 9, "num_heads": 3, "head_dim": 3, "expand": 1, "n_groups": 1, "state_size": 5}
+    model = fresh_model("biases", **sizes, hidden_act=activation)
+    recorded, ids = Recorded(), torch.tensor(make_prompts("biases", [5]))
+    options = {"max_new_tokens": 30, "exact": True, "logits_processor": LogitsProcessorList([recorded])}
+    plain = hf.generate(model, ids, draft=None, **options)
+    right = oracle(plain.tolist(), lambda p: p % 4 != 0)
+    assert torch.equal(hf.generate(model, ids, draft=right, num_draft_tokens=6, **options), plain)
+    whole = hf.score(model, plain, exact=True)[0]
+    for place in range(5, 35):
+        assert torch.equal(recorded.logits[tuple(plain[0, :place].tolist())], whole[place - 1]), place
+
+
+def test_a_gated_norm_gives_rows_the_bits_they_have_alone():
+    norm = Norm(shared_model("biases").backbone.layers[0].mixer.norm)
+    norm._scale = norm._scale[:9]
+    x, gate = torch.randn(2, 40, 9, generator=torch.Generator().manual_seed(0)).unbind()
+    together = norm(x, gate)
+    for row in range(40):
+        assert torch.equal(norm(x[row], gate[row].clone()), together[row])
+
+
+def test_wrong_options_are_named():
+    model, ids = shared_model("biases"), torch.tensor([[3, 4, 5]])
+    with pytest.raises(ValueError, match=r"num_draft_tokens: expected 0 <= num_draft_tokens <= 15 .*got 16"):
+        hf.generate(model, ids, num_draft_tokens=16, max_new_tokens=40, exact=True)
+    for call in (hf.generate, hf.score):
+        with pytest.raises(TypeError, match="exact: expected a bool, got 'no' of type str"):
+            call(model, ids, exact="no")
 
 
 def test_what_cannot_be_exact_is_refused(monkeypatch):

@@ -193,9 +193,20 @@ def project(mixer: Any, weights: Weights, hidden_states: Tensor) -> tuple[Tensor
     return conv_in, gate, dt
 
 
-def split_inputs(mixer: Any, weights: Weights, conv_out: Tensor, dt: Tensor) -> list[Tensor]:
-    """Outputs of the convolution, with the time steps, as x, dt, B and C of the op."""
-    if weights.activation is None:
+def split_inputs(mixer: Any, weights: Weights, conv_out: Tensor, dt: Tensor, one_by_one: bool = False) -> list[Tensor]:
+    """Outputs of the convolution, with the time steps, as x, dt, B and C of the op.
+
+    Args:
+        mixer: the attached module.
+        weights: what ``prepare`` gave for the mixer.
+        conv_out: ``[batch, tokens, channels]``.
+        dt: ``[batch, tokens, heads]``.
+        one_by_one: on a CPU, call an activation of the mixer's for one token at a time: many of torch's give other bits
+            near the end of a tensor.
+    """
+    if weights.activation is None and one_by_one and conv_out.device.type == "cpu":
+        conv_out = torch.stack([mixer.act(token) for token in conv_out.flatten(0, 1)]).view(conv_out.shape)
+    elif weights.activation is None:
         conv_out = mixer.act(conv_out)
     heads, headdim, groups, dstate = mixer.num_heads, mixer.head_dim, mixer.n_groups, mixer.ssm_state_size
     x, B, C = torch.split_with_sizes(conv_out, (heads * headdim, groups * dstate, groups * dstate), -1)

@@ -67,7 +67,7 @@ def replay_forward(
         state_batch_indices=slots,
         out=torch.empty_like(conv_in, memory_format=torch.contiguous_format),  # padding may hold anything
     )
-    x, _, B, C = split_inputs(mixer, weights, conv_out, dt)
+    x, _, B, C = split_inputs(mixer, weights, conv_out, dt, one_by_one=True)
     y = batch_invariant_decode_buffered_scan(
         buffers.records,
         x,
@@ -107,7 +107,7 @@ def run_prompt(
     conv_out = causal_conv1d_replay(
         rows, start, conv_in, weights.conv_weight, weights.conv_bias, activation=weights.activation
     )
-    x, _, B, C = split_inputs(mixer, weights, conv_out, dt)
+    x, _, B, C = split_inputs(mixer, weights, conv_out, dt, one_by_one=True)
     state = torch.empty(batch, *layer.state_sizes.values(), device=device)
     y = chunk_scan(
         x.flatten(0, 1),
