@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from replayssm.cache import GDNBuffers, GDNLayer
-from replayssm.conv import causal_conv1d_replay
 from replayssm.cursors import Cursors
 from replayssm.gdn_decode import gated_delta_rule_checkpointing, gated_delta_rule_mtp
 from replayssm.gdn_decode.arguments import MAX_TOKENS
 from replayssm.hf.linear import JoinedProduct, RowProduct
-from replayssm.hf.mixers.scratch import scratch_rows
+from replayssm.hf.mixers.convolution import convolve, convolve_prompt
 from replayssm.hf.norm import in_one_launch
 
 
@@ -118,15 +117,7 @@ def replay_forward(
         ``[batch, tokens, hidden]``.
     """
     conv_in, gate, b, a = _project(mixer, weights, hidden_states)
-    conv_out = causal_conv1d_replay(
-        buffers.conv_rows,
-        cursors.conv_start,
-        conv_in,
-        weights.conv_weight,
-        weights.conv_bias,
-        activation=weights.activation,
-        state_batch_indices=slots,
-    )
+    conv_out = convolve(weights, buffers.conv_rows, cursors, slots, conv_in)
     y = gated_delta_rule_checkpointing(
         buffers.state,
         buffers.v_cache,
@@ -158,15 +149,11 @@ def run_prompt(mixer: Any, weights: Weights, hidden_states: Tensor) -> tuple[Ten
         The layer's output ``[batch, tokens, hidden]``, its final state and the inputs of its convolution at the last
         tokens, both as ``ReplayPool.write_state`` takes them.
     """
-    batch, tokens, _ = hidden_states.shape
+    batch = hidden_states.shape[0]
     layer, device = layer_shape(mixer), hidden_states.device
-    history, slots = layer.conv_width - 1, torch.arange(batch, device=device)
+    slots = torch.arange(batch, device=device)
     conv_in, gate, b, a = _project(mixer, weights, hidden_states)
-    rows = torch.zeros(batch, scratch_rows(history + tokens), layer.conv_channels, device=device)
-    start = torch.zeros(batch, dtype=torch.int32, device=device)
-    conv_out = causal_conv1d_replay(
-        rows, start, conv_in, weights.conv_weight, weights.conv_bias, activation=weights.activation
-    )
+    conv_out, conv_window = convolve_prompt(weights, conv_in)
     q, k, v = _heads(mixer, weights, conv_out)
     state = torch.zeros(batch, *layer.state_sizes.values(), device=device)
     y = torch.empty_like(v)
@@ -186,7 +173,7 @@ def run_prompt(mixer: Any, weights: Weights, hidden_states: Tensor) -> tuple[Ten
             disable_state_update=False,
             backend="tensor_core",
         )
-    return _finish(weights, y, gate), state, rows[:, tokens : tokens + history].transpose(1, 2)
+    return _finish(weights, y, gate), state, conv_window
 
 
 def _project(mixer: Any, weights: Weights, hidden_states: Tensor) -> tuple[Tensor, ...]:

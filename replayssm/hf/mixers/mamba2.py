@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from replayssm.cache import Mamba2Buffers, Mamba2Layer
-from replayssm.conv import causal_conv1d_replay
 from replayssm.cursors import Cursors
 from replayssm.hf.linear import RowProduct
-from replayssm.hf.mixers.scratch import scratch_rows
+from replayssm.hf.mixers.convolution import convolve, convolve_prompt
 from replayssm.hf.norm import in_one_launch
 from replayssm.mamba import checkpointing_ssu
 
@@ -125,16 +124,8 @@ def replay_forward(
         ``[batch, tokens, hidden]``.
     """
     conv_in, gate, dt = project(mixer, weights, hidden_states)
-    conv_out = causal_conv1d_replay(
-        buffers.conv_rows,
-        cursors.conv_start,
-        conv_in,
-        weights.conv_weight,
-        weights.conv_bias,
-        activation=weights.activation,
-        state_batch_indices=slots,
-        out=torch.empty_like(conv_in, memory_format=torch.contiguous_format),  # padding may hold anything
-    )
+    out = torch.empty_like(conv_in, memory_format=torch.contiguous_format)  # padding may hold anything
+    conv_out = convolve(weights, buffers.conv_rows, cursors, slots, conv_in, out)
     y = _scan(
         weights, buffers, (cursors.ring_start, cursors.num_live), split_inputs(mixer, weights, conv_out, dt), window,
         slots=slots, rand_seed=rand_seed,
@@ -157,16 +148,13 @@ def run_prompt(mixer: Any, weights: Weights, hidden_states: Tensor) -> tuple[Ten
         The layer's output ``[batch, tokens, hidden]``, its final state and the inputs of its convolution at the last
         tokens, both as ``ReplayPool.write_state`` takes them.
     """
-    batch, tokens, _ = hidden_states.shape
-    layer, device, history = layer_shape(mixer), hidden_states.device, mixer.conv_kernel_size - 1
+    batch = hidden_states.shape[0]
+    layer, device = layer_shape(mixer), hidden_states.device
     conv_in, gate, dt = project(mixer, weights, hidden_states)
-    rows = torch.zeros(batch, scratch_rows(history + tokens), layer.conv_channels, device=device)
+    conv_out, conv_window = convolve_prompt(weights, conv_in)
     # Rows of the ring where a block can begin, which are the numbers of live rows at the same time. Each in memory of
     # its own, since kernels are compiled for how their arguments are aligned.
     none, full = cursors = [torch.full((batch,), row, dtype=torch.int32, device=device) for row in (0, _BLOCK)]
-    conv_out = causal_conv1d_replay(
-        rows, none, conv_in, weights.conv_weight, weights.conv_bias, activation=weights.activation
-    )
     inputs = split_inputs(mixer, weights, conv_out, dt)
     scratch = Mamba2Buffers.allocate(
         layer, batch, ring_len=2 * _BLOCK, conv_len=1, state_dtype=torch.float32, activation_dtype=torch.float32,
@@ -182,7 +170,7 @@ def run_prompt(mixer: Any, weights: Weights, hidden_states: Tensor) -> tuple[Ten
     places = cursors[(len(parts) - 1) % 2], torch.full_like(none, rest)
     _scan(weights, scratch, places, [each[:, :1] for each in inputs], rest)
     out = weights.out_proj(weights.norm(y.flatten(2), gate))
-    return out, scratch.state, rows[:, tokens : tokens + history].transpose(1, 2)
+    return out, scratch.state, conv_window
 
 
 def project(mixer: Any, weights: Weights, hidden_states: Tensor) -> tuple[Tensor, ...]:

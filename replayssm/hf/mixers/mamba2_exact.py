@@ -9,8 +9,8 @@ from torch import Tensor
 
 from replayssm.batch_invariant_decode import batch_invariant_decode_buffered_scan
 from replayssm.cache import ExactMamba2Buffers, ExactMamba2Layer
-from replayssm.conv import causal_conv1d_replay
 from replayssm.cursors import Cursors
+from replayssm.hf.mixers.convolution import convolve, convolve_prompt
 from replayssm.hf.mixers.mamba2 import MIXERS, ROUTED, Weights, bypassed, linears, prepare, project, split_inputs
 from replayssm.ssd import chunk_scan
 
@@ -57,16 +57,8 @@ def replay_forward(
         ``[batch, tokens, hidden]``.
     """
     conv_in, gate, dt = project(mixer, weights, hidden_states)
-    conv_out = causal_conv1d_replay(
-        buffers.conv_rows,
-        cursors.conv_start,
-        conv_in,
-        weights.conv_weight,
-        weights.conv_bias,
-        activation=weights.activation,
-        state_batch_indices=slots,
-        out=torch.empty_like(conv_in, memory_format=torch.contiguous_format),  # padding may hold anything
-    )
+    out = torch.empty_like(conv_in, memory_format=torch.contiguous_format)  # padding may hold anything
+    conv_out = convolve(weights, buffers.conv_rows, cursors, slots, conv_in, out)
     x, _, B, C = split_inputs(mixer, weights, conv_out, dt, one_by_one=True)
     y = batch_invariant_decode_buffered_scan(
         buffers.records,
@@ -102,11 +94,7 @@ def run_prompt(
     batch, tokens, _ = hidden_states.shape
     layer, device = layer_shape(mixer), hidden_states.device
     conv_in, gate, dt = project(mixer, weights, hidden_states)
-    rows = torch.zeros(batch, layer.conv_width - 1 + tokens, layer.conv_channels, device=device)
-    start = torch.zeros(batch, dtype=torch.int32, device=device)
-    conv_out = causal_conv1d_replay(
-        rows, start, conv_in, weights.conv_weight, weights.conv_bias, activation=weights.activation
-    )
+    conv_out, conv_window = convolve_prompt(weights, conv_in)
     x, _, B, C = split_inputs(mixer, weights, conv_out, dt, one_by_one=True)
     state = torch.empty(batch, *layer.state_sizes.values(), device=device)
     y = chunk_scan(
@@ -125,4 +113,4 @@ def run_prompt(
     )
     boundary = tokens - tokens % layer.chunk_size
     out = weights.out_proj(weights.norm(y.view(batch, tokens, -1), gate))
-    return out, state, rows[:, tokens:].transpose(1, 2), (x[:, boundary:], dt[:, boundary:], B[:, boundary:])
+    return out, state, conv_window, (x[:, boundary:], dt[:, boundary:], B[:, boundary:])
