@@ -191,7 +191,10 @@ LINE = family.Step("bf16", 128, 8, 4, "mix", 32)
 
 def test_published_numbers_are_named_as_such(monkeypatch):
     monkeypatch.setattr(flashinfer, "version", lambda: None)
-    for card, expected in (("NVIDIA H200", (38.0, 120.1, "FlashInfer 0.7.4, other run")), ("NVIDIA A10", (None,) * 3)):
+    for card, expected in (
+        ("NVIDIA H200", (38.0, 120.1, "FlashInfer 0.7.4, another run on an H200")),
+        ("NVIDIA A10", (None,) * 3),
+    ):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda card=card: card)
         assert tuple(family._step_peers(LINE, [], False, None).values()) == expected
         assert family._step_peers(replace(LINE, heads=16, groups=1), [], True, None)["peers"] is None
@@ -336,6 +339,20 @@ def test_a_picture_of_the_steps(tmp_path):
     assert family.plots({"mamba": rows[:3]}) == []  # too few batches for a curve
     bars = Plot("bars", "", "", "", [Panel("", [Series("a", ["x", "y"], [1.0, 2.0], ours=True)])], bars=True)
     assert draw(bars, tmp_path).stat().st_size > 1000
+
+
+def test_buffers_outlast_the_cache_and_a_few_of_a_small_batch_do_not(monkeypatch):
+    class Card:
+        L2_cache_size = 60 << 20
+
+    timer = Timer("cpu", quick=True)
+    monkeypatch.setattr("replayssm.bench.timing._MOST_SETS", {"cuda": 512})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Card)
+    assert timer.cached_sets(1) == 0  # a CPU
+    timer.device, timer._quick = torch.device("cuda"), False
+    for size in (4e5, 2e6, 4e6, 1e9):
+        assert timer.sets(size) * size > 3 * Card.L2_cache_size
+    assert [timer.cached_sets(size) for size in (2e6, 4e6)] == [16, 0]
 
 
 def test_ways_are_timed_in_turn():

@@ -76,13 +76,17 @@ def test_the_steps_of_a_chunk_are_timed_together():
         def sets(self, size):
             return 2
 
+        def cached_sets(self, size):
+            return 1
+
         def micros(self, ways):
             timed.append([len(calls) for calls in ways.values()])
             return dict.fromkeys(ways, 9.0)
 
-    family._run_decode(family.Decode(2, 1, 16, 1, "chunk", 2), Stub())
+    row = family._run_decode(family.Decode(2, 1, 16, 1, "chunk", 2), Stub())
+    assert row["cached_us"] == 9.0
     family._run_decode(family.Decode(2, 1, 16, 1, "mix", 2), Stub())
-    assert timed == [[32], [2]]
+    assert timed == [[32, 16], [2, 1]]
 
 
 def test_a_picture_needs_a_batch_axis():

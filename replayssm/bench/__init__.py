@@ -10,7 +10,9 @@ user asked for. It raises `BadOption` for what the family cannot do. A case's ``
 runs the op once, compares with the fp64 reference through `replayssm.bench.timing.verify` (of a large case a few rows
 and heads are enough), which raises `WrongAnswer`, and only then asks the timer. It returns one row: a dict from column
 to value, with the same columns in every row of a table, in the order in which they are shown, None where there is no
-value. Columns that every family has: ``us`` (microseconds of a call), ``bytes`` (which the call must move),
+value. Columns that every family has: ``us`` (microseconds of a call on buffers that no cache holds), where small
+batches are measured ``cached_us`` (the same on so few buffers that the L2 holds them, as other libraries' times were
+taken; None for large ones), ``bytes`` (which the call must move),
 ``floor_us`` (their time at the copy ceiling that the timer measured), ``of_ceiling`` (``floor_us / us``), ``error``
 (what `verify` returned), then for each peer ``<peer>_us``, and ``peers``, which says where the peers' numbers are from:
 ``"this run"`` behind what ran, or the name and version of a published number, which was measured in another run. The

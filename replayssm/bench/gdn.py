@@ -30,7 +30,7 @@ from replayssm.bench.gdn_buffers import (
     token_bytes,
 )
 from replayssm.bench.plot import Panel, Plot, Series
-from replayssm.bench.timing import Timer
+from replayssm.bench.timing import Calls, Timer
 from replayssm.gdn_decode import (
     gated_delta_rule_checkpointing,
     gated_delta_rule_mtp,
@@ -141,10 +141,12 @@ def _label(line: Line) -> str:
     return f"{heads}, {line.way}, {line.tokens} token(s), batch {line.batch}"
 
 
-def _row(line: Line, micros: float, moved: float, error: float, timer: Timer) -> Row:
+def _row(line: Line, times: dict[str, float], moved: float, error: float, timer: Timer) -> Row:
     floor = moved / timer.ceiling
-    measured = {"us": micros, "bytes": round(moved), "floor_us": floor, "of_ceiling": floor / micros, "error": error}
-    return {field.name: getattr(line, field.name) for field in fields(line)} | measured
+    return {field.name: getattr(line, field.name) for field in fields(line)} | {
+        "us": times["us"], "cached_us": times.get("cached_us"), "bytes": round(moved), "floor_us": floor,
+        "of_ceiling": floor / times["us"], "error": error,
+    }  # fmt: skip
 
 
 def _run_verify(line: Verify, peers: bool, timer: Timer) -> Row:
@@ -153,13 +155,16 @@ def _run_verify(line: Verify, peers: bool, timer: Timer) -> Row:
     make = partial(mtp_buffers, line.batch, line.heads, line.keys, line.tokens, line.state, line.mode, timer.device)
     pools = [make() for _ in range(timer.sets(one))]
     error = check_mtp(_label(line), pools[0], line.state, line.backend)
-    ways = {"us": [partial(gated_delta_rule_mtp, **pool, backend=line.backend) for pool in pools]}
-    micros = timer.micros(ways)["us"]
+    calls = [partial(gated_delta_rule_mtp, **pool, backend=line.backend) for pool in pools]
+    ways: dict[str, Calls] = {"us": calls}
+    if few := timer.cached_sets(one):
+        ways["cached_us"] = calls[:few]
+    times = timer.micros(ways)
     width = pools[0]["q"].element_size()
     moved = one + line.batch * line.tokens * token_bytes(line.heads, line.keys, width)
     if line.mode == "windows":
         moved += line.batch * line.tokens * record_bytes(line.heads, line.keys, width)
-    row = _row(line, micros, moved, error, timer)
+    row = _row(line, times, moved, error, timer)
     columns = ("flashinfer_frozen_us", "flashinfer_snapshots_us", "fla_us")
     nothing = row | dict.fromkeys((*columns, "peers"))
     if timer.device.type == "cpu" or line.state != "fp32":
@@ -167,17 +172,17 @@ def _run_verify(line: Verify, peers: bool, timer: Timer) -> Row:
     found = {name: gdn_peers.version(name) if peers else None for name in ("flashinfer-python", "fla-core")}
     if any(found.values()):
         ours = pools[: max(1, len(pools) // 2)]
-        times = (
+        theirs_us = (
             _peer(timer, [partial(gdn_peers.flashinfer_mtp, pool, False) for pool in ours], found["flashinfer-python"]),
             _peer(timer, [partial(gdn_peers.flashinfer_mtp, pool, True) for pool in ours], found["flashinfer-python"]),
             _peer(timer, [partial(gdn_peers.fla_recurrence, pool) for pool in ours], found["fla-core"]),
         )
-        return row | dict(zip(columns, times, strict=True)) | {"peers": _names(found)}
+        return row | dict(zip(columns, theirs_us, strict=True)) | {"peers": _names(found)}
     if "H200" not in torch.cuda.get_device_name():
         return nothing
     known = gdn_peers.published_mtp(line.heads, line.keys, line.tokens, line.batch)
-    times = known["frozen"], known["snapshots"], known["fla"]
-    return row | dict(zip(columns, times, strict=True)) | {"peers": known["frozen"] and gdn_peers.PUBLISHED}
+    theirs_us = known["frozen"], known["snapshots"], known["fla"]
+    return row | dict(zip(columns, theirs_us, strict=True)) | {"peers": known["frozen"] and gdn_peers.PUBLISHED}
 
 
 def _run_commit(line: Commit, timer: Timer) -> Row:
@@ -186,20 +191,23 @@ def _run_commit(line: Commit, timer: Timer) -> Row:
     make = partial(commit_buffers, layers, line.batch, line.heads, line.keys, _WINDOW_ROWS, line.accepted, line.state)
     pools = [make(timer.device) for _ in range(timer.sets(layers * line.batch * state_bytes(line.state, line.heads)))]
     error = check_commit(_label(line), pools[0], line.state, "auto")
-    micros = timer.micros({"us": [partial(gated_delta_rule_replayssm_commit, **pool) for pool in pools]})["us"]
+    times = timer.micros({"us": [partial(gated_delta_rule_replayssm_commit, **pool) for pool in pools]})
     records = line.accepted * record_bytes(line.heads, line.keys, pools[0]["rawk_cache"].element_size())
     states = 2 * layers * line.batch * state_bytes(line.state, line.heads)
-    row = _row(line, micros, states + layers * line.batch * records, error, timer)
-    return row | {"layers": layers, "over_copy": micros / (states / timer.ceiling), "peers": None}
+    row = _row(line, times, states + layers * line.batch * records, error, timer)
+    return row | {"layers": layers, "over_copy": times["us"] / (states / timer.ceiling), "peers": None}
 
 
 def _run_decode(line: Decode, peers: bool, timer: Timer) -> Row:
     """Check and time steps that go on from each other, with their peers."""
     one = state_bytes(line.state, line.heads) * line.batch
-    pools, calls = _decode_calls(line, timer)
+    pools, rounds = _decode_rounds(line, timer)
     check = partial(check_mtp, backend="simt") if line.way == "update" else partial(check_lazy, backend="auto")
     error = check(_label(line), pools[0], line.state)
-    micros = timer.micros({"us": calls})["us"]
+    ways: dict[str, Calls] = {"us": [call for calls in rounds for call in calls]}
+    if few := timer.cached_sets(one):
+        ways["cached_us"] = [call for calls in rounds for call in calls[:few]]
+    times = timer.micros(ways)
     width = pools[0]["q"].element_size()
     tokens, record = line.tokens * token_bytes(line.heads, line.keys, width), record_bytes(line.heads, line.keys, width)
     moved: float = 2 * one + line.batch * tokens
@@ -207,37 +215,37 @@ def _run_decode(line: Decode, peers: bool, timer: Timer) -> Row:
         steps = lazy_cycle(line.tokens)
         live = lazy_cursors(steps, line.tokens, 0).float().mean().item()
         moved = one * (1 + 1 / steps) + line.batch * (tokens + (live + line.tokens) * record)
-    row = _row(line, micros, moved, error, timer)
+    row = _row(line, times, moved, error, timer)
     columns = ("flashinfer_update_us", "fla_us")
     nothing = row | dict.fromkeys((*columns, "peers"))
     if timer.device.type == "cpu" or line.state != "fp32" or line.tokens > 1:
         return nothing
     found = {name: gdn_peers.version(name) if peers else None for name in ("flashinfer-python", "fla-core")}
     if any(found.values()):
-        theirs = pools if line.way == "update" else _decode_calls(replace(line, way="update"), timer)[0]
-        times = (
+        theirs = pools if line.way == "update" else _decode_rounds(replace(line, way="update"), timer)[0]
+        theirs_us = (
             _peer(timer, [partial(gdn_peers.flashinfer_update, pool) for pool in theirs], found["flashinfer-python"]),
             _peer(timer, [partial(gdn_peers.fla_recurrence, pool) for pool in theirs], found["fla-core"]),
         )
-        return row | dict(zip(columns, times, strict=True)) | {"peers": _names(found)}
+        return row | dict(zip(columns, theirs_us, strict=True)) | {"peers": _names(found)}
     if "H200" not in torch.cuda.get_device_name():
         return nothing
     known = gdn_peers.published_update(line.heads, line.keys, line.batch)
-    times = known["flashinfer"], known["fla"]
-    return row | dict(zip(columns, times, strict=True)) | {"peers": known["fla"] and gdn_peers.PUBLISHED}
+    theirs_us = known["flashinfer"], known["fla"]
+    return row | dict(zip(columns, theirs_us, strict=True)) | {"peers": known["fla"] and gdn_peers.PUBLISHED}
 
 
-def _decode_calls(line: Decode, timer: Timer) -> tuple[list[dict[str, Any]], list[Callable[[], object]]]:
-    """Buffers, and calls on them: for the lazy ring those of a whole cycle, each on all buffers before the next."""
+def _decode_rounds(line: Decode, timer: Timer) -> tuple[list[dict[str, Any]], list[list[Callable[[], object]]]]:
+    """Buffers, and rounds of one call on each of them: for the lazy ring those of a whole cycle."""
     sizes = line.batch, line.heads, line.keys, line.tokens, line.state
     count = timer.sets(state_bytes(line.state, line.heads) * line.batch)
     if line.way == "update":
         pools = [mtp_buffers(*sizes, "update", timer.device) for _ in range(count)]
-        return pools, [partial(gated_delta_rule_mtp, **pool) for pool in pools]
+        return pools, [[partial(gated_delta_rule_mtp, **pool) for pool in pools]]
     pools = [lazy_buffers(*sizes, timer.device) for _ in range(count)]
     cursors = [lazy_cursors(line.batch, line.tokens, at).to(timer.device) for at in range(lazy_cycle(line.tokens))]
     return pools, [
-        partial(gated_delta_rule_checkpointing, **{**pool, "num_live": live}) for live in cursors for pool in pools
+        [partial(gated_delta_rule_checkpointing, **{**pool, "num_live": live}) for pool in pools] for live in cursors
     ]
 
 

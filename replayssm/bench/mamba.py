@@ -88,8 +88,9 @@ def _standard_steps(options: Options) -> list[Step]:
     wide, few = ("bf16", "fp32"), (1, 32, 256)
     lines = [Step(s, 128, 8, t, "mix", b) for s in wide for t in (1, 4, 8) for b in BATCHES]
     lines += [Step(s, 128, 8, t, m, b) for s in wide for t in (1, 4, 8) for m in ("hold", "flush") for b in few]
-    lines += [Step(s, 128, 8, t, "mix", b) for s in ("fp16", "int8", "fp8") for t in (1, 4) for b in few]
-    return lines + [Step(s, 16, 1, t, "mix", b) for s in wide for t in (1, 4) for b in (1, 16, 64, 256)]
+    lines += [Step(s, 128, 8, t, "mix", b) for s in ("fp16", "int8", "fp8") for t in (1, 4, 8) for b in (*few, 512)]
+    lines += [Step(s, 128, 8, t, m, 256) for s in ("int8", "fp8") for t in (1, 4) for m in ("hold", "flush")]
+    return lines + [Step(s, 16, 1, t, "mix", b) for s in wide for t in (1, 4, 8) for b in (1, 16, 64, 256)]
 
 
 def _standard_materialize(options: Options) -> list[Materialize]:
@@ -117,7 +118,10 @@ def _run_step(line: Step, peers: bool, timer: Timer) -> Row:
     pools = [step_buffers(line.batch, line.heads, line.groups, line.tokens, line.state, live)
              for _ in range(timer.sets(one))]  # fmt: skip
     error = check_step(_label(line), pools[0])
-    ways: dict[str, Calls] = {"us": [partial(checkpointing_ssu, **pool) for pool in pools]}
+    calls = [partial(checkpointing_ssu, **pool) for pool in pools]
+    ways: dict[str, Calls] = {"us": calls}
+    if few := timer.cached_sets(one):
+        ways["cached_us"] = calls[:few]
     on_cpu = timer.device.type == "cpu"
     if on_cpu and pools[0]["state_scale"] is None:
         ways["plain_us"] = [ordinary_step(pool) for pool in pools]
@@ -125,7 +129,8 @@ def _run_step(line: Step, peers: bool, timer: Timer) -> Row:
     moved = step_bytes(line.heads, line.groups, line.tokens, line.state, live, pools[0]["x"].element_size())
     floor = moved / timer.ceiling
     row = _columns(line) | {
-        "us": times["us"], "bytes": moved, "floor_us": floor, "of_ceiling": floor / times["us"], "error": error,
+        "us": times["us"], "cached_us": times.get("cached_us"), "bytes": moved, "floor_us": floor,
+        "of_ceiling": floor / times["us"], "error": error,
     }  # fmt: skip
     if not on_cpu:
         return row | _step_peers(line, pools, peers, timer)

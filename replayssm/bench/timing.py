@@ -16,7 +16,9 @@ from replayssm.bench import WrongAnswer
 Calls = Sequence[Callable[[], object]]
 
 _CACHE = {"cuda": 4e8, "cpu": 6.4e7}  # bytes that rotating buffers fill together, several times the last cache
-_MOST_SETS = {"cuda": 24, "cpu": 4}
+_MOST_SETS = {"cuda": 512, "cpu": 4}
+_CACHED_SETS = 16
+_REPLAYS = 20
 _CPU_SECONDS = 0.25  # for which a case is repeated
 _COPY = {"cuda": 1 << 30, "cpu": 1 << 26}  # elements of the copy that measures the ceiling
 
@@ -50,6 +52,15 @@ class Timer:
         kind = self.device.type
         return max(1, min(_MOST_SETS[kind], int(_CACHE[kind] / (4 if self._quick else 1) // size) + 1))
 
+    def cached_sets(self, size: float) -> int:
+        """16, if so many sets of ``size`` bytes stay in a GPU's L2, else 0.
+
+        Published times of small batches were taken with so few sets, hence from the cache.
+        """
+        if self.device.type == "cpu":
+            return 0
+        return _CACHED_SETS if _CACHED_SETS * size < torch.cuda.get_device_properties(self.device).L2_cache_size else 0
+
     def micros(self, ways: Mapping[str, Calls]) -> dict[str, float]:
         """Time several ways to do the same work, each as a list of calls on buffers that rotate.
 
@@ -60,7 +71,7 @@ class Timer:
             Median microseconds of one call, by name.
         """
         if self.device.type == "cuda":
-            return {name: graph_time(calls, 5 if self._quick else 12) for name, calls in ways.items()}
+            return {name: graph_time(calls, 5 if self._quick else _REPLAYS) for name, calls in ways.items()}
         return interleaved_time(ways, _CPU_SECONDS / (5 if self._quick else 1))
 
 
