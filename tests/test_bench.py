@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import pytest
 import torch
 
-from replayssm.bench import FAMILIES, BadOption, Case, Options, WrongAnswer, flashinfer, mamba_buffers, report, vary
+from replayssm.bench import FAMILIES, BadOption, Options, WrongAnswer, mamba_buffers, report, vary
 from replayssm.bench import mamba as family
 from replayssm.bench.plot import Panel, Plot, Series, draw
 from replayssm.bench.timing import Timer, interleaved_time, one_thread, verify
@@ -174,6 +173,7 @@ def test_impossible_sizes_are_named():
         (["bench", "mamba", "--device", "abacus"], 2, "expected 'cpu' or 'cuda', got 'abacus'"),
         ([*TINY, "--groups", "4"], 2, "6 heads cannot share 4 groups evenly"),
         ([*TINY, "--plot"], 2, "--plot needs --output"),
+        ([*TINY, "--peers"], 2, "--peers needs a CUDA device"),
         ([*TINY, "--output", __file__], 1, "cannot make the folder"),
     ],
 )
@@ -184,82 +184,6 @@ def test_wrong_use_is_one_line(capsys, arguments, code, fragment):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_a_missing_device_is_named(capsys):
     _fails(capsys, ["bench", "mamba", "--device", "cuda"], 1, "no CUDA device")
-
-
-LINE = family.Step("bf16", 128, 8, 4, "mix", 32)
-
-
-def test_published_numbers_are_named_as_such(monkeypatch):
-    monkeypatch.setattr(flashinfer, "version", lambda: None)
-    for card, expected in (
-        ("NVIDIA H200", (38.0, 120.1, "FlashInfer 0.7.4, another run on an H200")),
-        ("NVIDIA A10", (None,) * 3),
-    ):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda card=card: card)
-        assert tuple(family._step_peers(LINE, [], False, None).values()) == expected
-        assert family._step_peers(replace(LINE, heads=16, groups=1), [], True, None)["peers"] is None
-
-
-def test_peers_are_measured_where_they_are(monkeypatch):
-    calls = []
-
-    def call_on(name, buffers):
-        return lambda: calls.append((name, buffers))
-
-    monkeypatch.setattr(flashinfer, "version", lambda: "9.9")
-    monkeypatch.setattr(flashinfer, "checkpointing_ssu", lambda buffers, algorithm: call_on(algorithm, buffers))
-    monkeypatch.setattr(flashinfer, "selective_state_update", lambda buffers: call_on("plain", buffers))
-    pools = [{"state_scale": None}, {"state_scale": None}]
-    row = family._step_peers(LINE, pools, True, Timer("cpu", quick=True))
-    assert row["flashinfer_us"] > 0 and row["plain_us"] > 0 and row["peers"] == "FlashInfer 9.9, this run"
-    assert {name for name, _ in calls} == {"monolith", "two-kernel", "plain"}
-    assert {id(buffers) for _, buffers in calls} == {id(pool) for pool in pools}  # in turn
-    scaled = [{"state_scale": 1}]
-    assert family._step_peers(LINE, scaled, True, Timer("cpu", quick=True))["plain_us"] is None
-
-
-def test_a_peer_that_refuses_leaves_a_warning_and_what_was_published(monkeypatch):
-    def refuses(buffers, algorithm="plain"):
-        raise RuntimeError("at most 16 cache tokens")
-
-    monkeypatch.setattr(flashinfer, "version", lambda: "9.9")
-    monkeypatch.setattr(flashinfer, "checkpointing_ssu", refuses)
-    monkeypatch.setattr(flashinfer, "selective_state_update", refuses)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    with pytest.warns(UserWarning, match="not timed: at most 16 cache tokens"):
-        row = family._step_peers(LINE, [{"state_scale": None}], True, Timer("cpu", quick=True))
-    assert row["flashinfer_us"] == 38.0 and row["peers"] == flashinfer.PUBLISHED
-
-
-def test_a_peer_that_ends_the_process_takes_no_row_with_it(capsys, monkeypatch, tmp_path):
-    asked = []
-
-    def run(number, options, timer):
-        asked.append((number, options.peers))
-        if options.peers and number == 1:
-            raise KeyboardInterrupt  # a crash in its library would not come back either
-        return {"number": number, "us": 1.0, "peers": "this run" if options.peers else None}
-
-    def cases(options):
-        return [Case("t", str(number), partial(run, number, options)) for number in range(3)]
-
-    monkeypatch.setattr(family, "cases", cases)
-    assert main([*TINY, "--peers", "--output", str(tmp_path)]) == 130
-    assert asked == [(0, False), (1, False), (2, False), (0, True), (1, True)]
-    _, rows = report.read_csv(tmp_path / "t.csv")
-    assert [(row["number"], row["peers"]) for row in rows] == [(0, "this run"), (1, None), (2, None)]
-
-
-def test_no_peer_is_imported_unless_asked_for(monkeypatch):
-    monkeypatch.setattr(flashinfer, "version", lambda: pytest.fail("looked for"))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    assert Options().peers is False
-    assert family._step_peers(LINE, [], False, None)["peers"] == flashinfer.PUBLISHED
-
-
-def test_what_flashinfer_took_for_materialize():
-    assert flashinfer.published_materialize("bf16", 8, 16, 128, 24) == 492.6
-    assert flashinfer.published_materialize("bf16", 0, 16, 128, 24) is None
 
 
 def test_pictures_without_matplotlib_are_refused_at_once(capsys, monkeypatch, tmp_path):

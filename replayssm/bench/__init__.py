@@ -87,8 +87,8 @@ class Options:
         heads: heads that have a state.
         groups: heads that B and C, or keys and queries, have; divides the heads.
         quick: a few small cases and fewer repeats.
-        peers: time other libraries that can be imported. They may compile for minutes, and one that crashes ends the
-            process, so this is asked for, and comes when all rows are there without it.
+        peers: time other libraries that can be imported, on a GPU. They may compile for minutes, so this is asked
+            for; it comes when all rows are there without it, and in another process (`replayssm.bench.apart`).
     """
 
     device: str = "cpu"

@@ -29,23 +29,27 @@ class Timer:
     Args:
         device: ``"cpu"`` or ``"cuda"``.
         quick: repeat less.
+        ceiling: what another timer on this device measured; None measures it.
 
     Attributes:
         device: where buffers belong.
         ceiling: bytes read and written per microsecond by a large elementwise copy on this device, measured here.
     """
 
-    def __init__(self, device: str, *, quick: bool = False) -> None:
+    def __init__(self, device: str, *, quick: bool = False, ceiling: float | None = None) -> None:
         self.device = torch.device(device)
         self._quick = quick
-        elements = _COPY[self.device.type] >> (3 if quick else 0)
+        self.ceiling = self._copy_ceiling() if ceiling is None else ceiling
+
+    def _copy_ceiling(self) -> float:
+        elements = _COPY[self.device.type] >> (3 if self._quick else 0)
         if self.device.type == "cuda":
             elements = min(elements, torch.cuda.mem_get_info()[0] // 32)  # source and target take a quarter of it
         source = torch.randn(elements, device=self.device)
         target = torch.empty_like(source)
         # A kernel does the copying: within a graph, copy_ becomes a slower memcpy node.
         copying = self.micros({"copy": [lambda: torch.add(source, 1.0, out=target)]})["copy"]
-        self.ceiling = 2 * source.nbytes / copying
+        return 2 * source.nbytes / copying
 
     def sets(self, size: float) -> int:
         """Sets of buffers of ``size`` bytes to rotate through, so that the cache holds none of them."""

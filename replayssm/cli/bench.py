@@ -8,20 +8,25 @@ import dataclasses
 import importlib
 import json
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from replayssm.bench import BadOption, Case, Tables
+from replayssm.bench import BadOption, Case, Options, Tables
+from replayssm.bench.apart import Apart, Crashed
 from replayssm.bench.plot import draw
 from replayssm.bench.report import conditions, table, write_csv
 from replayssm.bench.timing import Timer, one_thread
 from replayssm.cli.console import Console
 from replayssm.cli.errors import CommandError, UsageError
+
+_MOST_CRASHES = 3  # one after the other
 
 
 def run(options: argparse.Namespace) -> int:
@@ -39,19 +44,18 @@ def _run(options: argparse.Namespace) -> int:
     asked = options.options_type(
         **{field.name: getattr(options, field.name) for field in dataclasses.fields(options.options_type)}
     )
-    rounds = [asked]
-    if getattr(asked, "peers", False):
-        # A library that crashes takes the process with it: its round comes when our rows are written.
-        rounds = [dataclasses.replace(asked, peers=False), asked]
-    planned = [family.cases(each) for each in rounds]
+    peers = getattr(asked, "peers", False)
+    if peers and options.device == "cpu":
+        raise UsageError("--peers needs a CUDA device, which the other libraries are made for")
+    cases = family.cases(dataclasses.replace(asked, peers=False) if peers else asked)
     with one_thread() if options.device == "cpu" else contextlib.nullcontext(), torch.no_grad():
         torch.manual_seed(0)
         timer = Timer(options.device, quick=options.quick)
         facts = conditions(options.device) | {"copy ceiling": f"{timer.ceiling / 1e6:.4g} TB/s"}
         folder = None if options.output is None else Path(options.output)
-        tables: Tables = {}
-        for cases in planned:
-            tables = measure(cases, timer, facts, folder, tables)
+        tables = measure(cases, timer, facts, folder, {})
+        if peers:
+            tables = _with_peers(family.__name__, asked, cases, timer, facts, folder, tables)
     if options.json:
         report = {"family": options.family, "conditions": facts, "tables": tables}
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
@@ -64,6 +68,16 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _with_peers(
+    module: str, asked: Options, cases: Sequence[Case], timer: Timer, facts: dict[str, str], folder: Path | None,
+    tables: Tables,
+) -> Tables:  # fmt: skip
+    """Measure the cases again, beside other libraries, in a process that may crash: our rows are written."""
+    with Apart(module, asked) as apart:
+        beside = [dataclasses.replace(case, run=partial(apart.run, number)) for number, case in enumerate(cases)]
+        return measure(beside, timer, facts, folder, tables)
+
+
 def measure(cases: Sequence[Case], timer: Timer, facts: dict[str, str], folder: Path | None, earlier: Tables) -> Tables:
     """Run the cases with a line of progress on stderr.
 
@@ -72,19 +86,30 @@ def measure(cases: Sequence[Case], timer: Timer, facts: dict[str, str], folder: 
         timer: on their device.
         facts: head of the CSV files.
         folder: where each table is written, anew after every row, so that an interrupted run leaves what it measured.
-        earlier: rows of the same cases, which the new ones replace one after the other.
+        earlier: rows of the same cases, which the new ones replace one after the other. If a case crashes apart, its
+            row stays; after three such cases in turn, all of the rest.
 
     Returns:
         The rows by table.
     """
+    crashes = 0
     tables = {name: list(rows) for name, rows in earlier.items()}
     done: Counter[str] = Counter()
     with _progress(len(cases)) as show:
         for number, case in enumerate(cases):
             show(number + 1, case.label)
             place, rows = done[case.table], tables.setdefault(case.table, [])
-            rows[place : place + 1] = [case.run(timer)]
             done[case.table] += 1
+            try:
+                rows[place : place + 1] = [case.run(timer)]
+            except Crashed as crash:
+                crashes += 1
+                warnings.warn(f"{case.label}: no numbers beside ours, {crash}", stacklevel=2)
+                if crashes == _MOST_CRASHES:
+                    warnings.warn("other libraries are left out of the rest", stacklevel=2)
+                    break
+                continue
+            crashes = 0
             if folder is not None:
                 write_csv(folder / f"{case.table}.csv", rows, facts)
     return tables
