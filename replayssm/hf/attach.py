@@ -24,11 +24,11 @@ _STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LOCK = threading.RLock()
 
 
-class ModelForward:
+class BaseForward:
     """The forward of an attached base model: replay with a ``ReplayCache``, the model's own forward without one."""
 
-    def __init__(self, base: nn.Module, original: Any, cache_name: str) -> None:
-        self.base, self.original, self.cache_name = base, original, cache_name
+    def __init__(self, base: nn.Module, cache_name: str) -> None:
+        self.base, self.original, self.cache_name = base, base.forward, cache_name
 
     def __call__(self, input_ids: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """Forward of the base model, with the arguments that its transformers version passes."""
@@ -47,6 +47,30 @@ class ModelForward:
         batch, tokens = given.shape[:2]
         cache.begin_forward(self.base, batch, tokens)
         return cache.run(tokens, {**kwargs, "input_ids": input_ids})
+
+
+class WholeForward:
+    """The forward of an attached model: with a ``ReplayCache`` its head is that of the cache, as in ``generate``."""
+
+    def __init__(self, model: nn.Module, base: nn.Module, cache_name: str) -> None:
+        self.base, self.original, self.cache_name = base, model.forward, cache_name
+        # A forward of its own is called without a ReplayCache, and is there again behind detach.
+        self.own = "forward" in model.__dict__
+        self._place = list(inspect.signature(type(model).forward).parameters).index(cache_name) - 1  # behind self
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward of the model, with the arguments that its transformers version takes."""
+        cache = args[self._place] if len(args) > self._place else kwargs.get(self.cache_name)
+        if not isinstance(cache, ReplayCache):
+            return self.original(*args, **kwargs)
+        if self.own:
+            raise ValueError("model: it has a forward of its own, which a ReplayCache would not call; remove it")
+        cache.check_model(self.base)
+        return cache.whole.forward(*args, **kwargs)
 
 
 def check_model(model: object) -> ModuleType:
@@ -82,11 +106,11 @@ def check_model(model: object) -> ModuleType:
 def attach(model: PreTrainedModel) -> PreTrainedModel:
     """Prepare a model for replay decoding, in place.
 
-    The forward of the base model is replaced: called with a ``ReplayCache`` it runs from the cache's pool, otherwise it
-    does what it did before. Everything is computed in fp32, because bf16 logits tie and equal texts could not be
-    promised. On a GPU weights stay as they are stored, unless the model has modules that we do not run ourselves
-    (experts, say); otherwise those stored in bf16 or fp16 are converted to fp32, and ``detach`` converts them back
-    exactly. Attaching an attached model changes nothing.
+    The forwards of the model and of its base model are replaced: called with a ``ReplayCache`` they run from the
+    cache's pool, otherwise they do what they did before. Everything is computed in fp32, because bf16 logits tie and
+    equal texts could not be promised. On a GPU weights stay as they are stored, unless the model has modules that we do
+    not run ourselves (experts, say); otherwise those stored in bf16 or fp16 are converted to fp32, and ``detach``
+    converts them back exactly. Attaching an attached model changes nothing.
 
     Args:
         model: a causal LM of a supported family, on a supported device.
@@ -143,7 +167,7 @@ def _attach(model: PreTrainedModel, family: ModuleType) -> Attachment:
         raise ValueError(
             f"model: its {type(base).__name__} has a forward of its own, which replay would not call; remove it"
         )
-    parameters = inspect.signature(model.forward).parameters
+    parameters = inspect.signature(type(model).forward).parameters
     cache_name = next(name for name in ("cache", "cache_params", "past_key_values") if name in parameters)
     attachment = Attachment(model.config.model_type, base, mixers, model.get_output_embeddings(), cache_name)
     narrow = _narrow_tensors(model)
@@ -152,7 +176,8 @@ def _attach(model: PreTrainedModel, family: ModuleType) -> Attachment:
         for tensor, _ in attachment.stored_dtypes:
             tensor.data = tensor.data.float()
         attachment.check_bypassed(model)
-        base.__dict__["forward"] = ModelForward(base, base.forward, cache_name)
+        base.__dict__["forward"] = BaseForward(base, cache_name)
+        model.__dict__["forward"] = WholeForward(model, base, cache_name)
         setattr(model, ATTRIBUTE, attachment)
     except BaseException:  # memory ran out half-way, an interrupt, a layer that cannot be used
         _undo(model, attachment)
@@ -191,8 +216,12 @@ def detach(model: PreTrainedModel) -> None:
 
 
 def _undo(model: PreTrainedModel, attachment: Attachment) -> None:
-    if isinstance(attachment.base.__dict__.get("forward"), ModelForward):
+    if isinstance(attachment.base.__dict__.get("forward"), BaseForward):
         del attachment.base.__dict__["forward"]
+    if isinstance(whole := model.__dict__.get("forward"), WholeForward):
+        del model.__dict__["forward"]
+        if whole.own:
+            model.__dict__["forward"] = whole.original
     for tensor, dtype in attachment.stored_dtypes:
         tensor.data = tensor.data.to(dtype)
     model.__dict__.pop(ATTRIBUTE, None)

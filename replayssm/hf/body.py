@@ -42,13 +42,14 @@ class Product(nn.Module):
     """Stands for a linear layer: rows do not depend on their number.
 
     Args:
-        linear: the layer.
-        pack: as of ``RowProduct``.
+        product: of the layer.
     """
 
-    def __init__(self, linear: nn.Linear, pack: bool) -> None:
+    def __init__(self, product: RowProduct) -> None:
         super().__init__()
-        self.product = RowProduct(linear, pack)
+        self.product = product
+        # Models convert what goes into their head to the type of its weight: to fp32, whatever the weight is stored as.
+        self.weight = torch.empty(0, dtype=torch.float32)
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply ``x``."""
@@ -140,7 +141,8 @@ class Body:
         blocks = _gated_blocks(attachment) if pack else []
         gated = {id(block): Gated(block) for block in blocks}
         inside = {id(linear) for block in blocks for linear in block.children()}
-        products = {id(each): Product(each, pack) for each in attachment.body_linears if id(each) not in inside}
+        plain = [each for each in attachment.body_linears if id(each) not in inside]
+        products = {id(each): Product(RowProduct(each, pack)) for each in plain}
         exchanged: dict[int, nn.Module] = {**products, **gated}
         exchanged |= {id(block): routed for block, routed in zip(attachment.routed, self._routed, strict=True)}
         exchanged |= {id(module): Norm(module) for module in base.modules() if is_known(module)}
@@ -161,6 +163,12 @@ class Body:
             block.one_by_one = one_by_one and self._on_cpu
         # Not called as a module: the attached model's own call has run its hooks.
         return self._model.forward(**arguments)
+
+
+def with_head(model: nn.Module, attachment: Attachment, product: RowProduct) -> nn.Module:
+    """The attached model, its base as it is, with ``product`` in place of its head."""
+    kept = {id(attachment.base): attachment.base}
+    return _exchange(model, {**kept, id(attachment.head): Product(product)}, outermost=True)
 
 
 def _gated_blocks(attachment: Attachment) -> list[nn.Module]:

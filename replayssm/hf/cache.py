@@ -15,9 +15,9 @@ from replayssm.cache import ReplayPool
 from replayssm.checks import check_integer, check_range
 from replayssm.hf.attachment import attachment_of
 from replayssm.hf.attention import KeyValueRows
-from replayssm.hf.body import Body
+from replayssm.hf.body import Body, with_head
 from replayssm.hf.fixed_cache import FixedCache, UnattachedLayer
-from replayssm.hf.linear import may_pack
+from replayssm.hf.linear import RowProduct, may_pack
 from replayssm.hf.options import check_flag, integers
 from replayssm.hf.traffic import Traffic
 
@@ -35,17 +35,22 @@ class ReplayCache(FixedCache):
         batch_size: rows of ``input_ids`` in every forward.
         max_tokens: most tokens of one forward after the prefill, at most ``window``.
         window: most ring rows that are replayed before they are folded into the checkpoint.
-        exact: run the recurrent layers on exact decode, which folds whole chunks instead.
+        exact: run the recurrent layers on exact decode, which folds whole chunks instead: logits of the model are then
+            those of ``score(..., exact=True)``, bit for bit. Mamba-2 models.
 
     Attributes:
         pool: the pool; its slots are freed by ``close`` or at the end of a ``with`` block.
         slots: int64, the pool's slots of the selected rows, -1 for padding; where they lie never changes.
         weights: what the family's ``prepare`` gave for every mixer.
+        head: the language-model head, whose rows do not depend on their number.
+        whole: the model with that head, which runs when the attached model is called with this cache.
         traffic: counts of what was read and written.
-        exact: whether the mixers' matrix products were measured to treat every row alike.
+        exact: whether all matrix products were measured to treat every row alike.
 
     Raises:
-        ValueError: the model is not attached, or was changed since in a way that replay cannot follow.
+        TypeError: an argument of another type.
+        ValueError: the model is not attached, or was changed since in a way that replay cannot follow; an argument out
+            of range; logits that cannot be exact here.
 
     Example:
         >>> import torch
@@ -95,7 +100,14 @@ class ReplayCache(FixedCache):
         pack = may_pack(attachment.linears)
         self.weights = [family.prepare(mixer, pack) for mixer in mixers]
         self._body = Body(attachment, pack)
-        self.exact = self._body.exact and all(weights.exact for weights in self.weights)
+        self.head = RowProduct(attachment.head, pack)
+        self.whole = with_head(model, attachment, self.head)
+        self.exact = self._body.exact and self.head.exact and all(weights.exact for weights in self.weights)
+        if exact and not self.exact:
+            raise ValueError(
+                "exact: expected matrix products whose rows do not depend on how many are multiplied together, which "
+                f"those of this model on '{model.device}' do not; on a CPU torch.set_num_threads(1) usually helps"
+            )
         self._attention = KeyValueRows(batch_size, model.device, attachment.adds_masks) if attachment.attends else None
         self._slots = self.pool.allocate(batch_size)
         # Host copies of what the next forward needs, so that no device value is read back.
@@ -163,10 +175,14 @@ class ReplayCache(FixedCache):
             ValueError: another model, another batch size, no tokens, too many tokens, or rows with and without a past
                 in one forward.
         """
-        if model is not self._model:
-            raise ValueError("ReplayCache: made for another model; make one with ReplayCache(model, ...)")
+        self.check_model(model)
         if not self._recording:
             self.book_forward(batch, seq_len)
+
+    def check_model(self, base: nn.Module) -> None:
+        """Raise ValueError unless the cache was made for the model with this base model."""
+        if base is not self._model:
+            raise ValueError("ReplayCache: made for another model; make one with ReplayCache(model, ...)")
 
     def book_forward(self, batch: int, seq_len: int) -> None:
         """The part of ``begin_forward`` that is booked; called alone for a forward that a graph runs."""

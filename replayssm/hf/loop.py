@@ -123,8 +123,6 @@ class Decoder:
         max_tokens = min(self._num_draft_tokens + 1, self._rules.max_new_tokens)
         shape = Shape(len(self._prompts), max_tokens, max(self._window, max_tokens), self._sampler, self._exact)
         with session(self._model, shape) as held:
-            if self._exact:
-                held.forward.check_exact()
             held.step.start(self._seed, self._request_ids)
             self._drafter.start(self._prompts)
             self._prefill(held)
@@ -232,5 +230,5 @@ class Decoder:
             flushes=cache.traffic.flushed,
             graph_rounds=step.replayed,
             eager_because=step.graphs.refused,
-            exact=held.forward.exact,
+            exact=cache.exact,
         )

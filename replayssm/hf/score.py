@@ -57,8 +57,6 @@ def score(
         texts = strip_padding(input_ids, attention_mask, vocab_size)
         cache = stack.enter_context(ReplayCache(model, 1, max_tokens=1, window=1, exact=exact))
         forward = Forward(model, cache)
-        if exact:
-            forward.check_exact()
         logits = torch.zeros(*input_ids.shape, vocab_size, device=model.device)
         kept = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         for row, text in enumerate(texts):

@@ -1,6 +1,7 @@
 """attach, detach, what is refused, and matrix products that do not depend on the number of rows."""
 
 import copy
+import inspect
 import threading
 
 import pytest
@@ -76,6 +77,32 @@ def test_detach_restores_a_forward_that_was_there_before():
     assert calls
     hf.detach(model)
     assert mixer.forward is wrapped and "forward" not in model.backbone.layers[0].mixer.__dict__
+
+
+def test_a_forward_of_the_whole_model_is_kept_and_not_bypassed():
+    model, calls = fresh_model(), []
+    own = type(model).forward.__get__(model)
+
+    def wrapped(*args, **kwargs):
+        calls.append(len(args))
+        return own(*args, **kwargs)
+
+    model.forward = wrapped
+    hf.attach(model)
+    with torch.no_grad(), hf.ReplayCache(model, 2) as cache:
+        model(IDS)
+        with pytest.raises(ValueError, match="model: it has a forward of its own, which a ReplayCache would not call"):
+            model(IDS, **{cache.name: cache})
+    hf.generate(model, IDS, max_new_tokens=2)  # which calls base model and head
+    assert calls == [1]
+    hf.detach(model)
+    assert model.forward is wrapped
+
+
+def test_an_attached_model_has_its_own_signature():
+    model = fresh_model()
+    signature = inspect.signature(model.forward)
+    assert inspect.signature(hf.attach(model).forward) == signature
 
 
 def test_generate_detaches_what_it_attached_even_after_an_error():

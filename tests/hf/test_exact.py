@@ -1,5 +1,7 @@
 """Exact decode: logits of every way to decode a text are those of one forward over it, bit for bit."""
 
+import inspect
+
 import pytest
 import torch
 from tiny_mamba2 import SIZES, fresh_model, make_prompts, oracle, pad, shared_model
@@ -103,19 +105,32 @@ def test_stats_count_chunks():
     assert layer.max_tokens == 16
 
 
-def test_a_cache_takes_drafts_back_across_a_chunk_boundary():
-    model, ids = hf.attach(fresh_model("biases")), torch.tensor(make_prompts("biases", [30]))
-    with torch.no_grad(), hf.ReplayCache(model, 1, max_tokens=6, exact=True) as cache:
-        model(ids[:, :14], **{cache.name: cache})
-        model(ids[:, 1:7], **{cache.name: cache})
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_of_the_model_itself_with_an_exact_cache(dtype):
+    """``model(...)`` has the head of ``generate``: drafts are taken back across a chunk boundary, in two rows."""
+    model, prompts = hf.attach(fresh_model("biases").to(dtype)), torch.tensor(make_prompts("biases", [30, 30]))
+    whole = hf.score(model, prompts, exact=True)
+    with torch.no_grad(), hf.ReplayCache(model, 2, max_tokens=6, exact=True) as cache:
+
+        def logits(first, end, *positional):
+            return model(prompts[:, first:end], *positional, **({} if positional else {cache.name: cache})).logits
+
+        assert torch.equal(logits(0, 14), whole[:, :14])
+        model(prompts[:, 1:7], **{cache.name: cache})
         cache.crop(-6)
-        first = model(ids[:, 14:19], **{cache.name: cache}).logits
+        assert torch.equal(logits(14, 19), whole[:, 14:19])
         cache.crop(-2)
-        second = model(ids[:, 17:22], **{cache.name: cache}).logits
+        assert torch.equal(logits(17, 18), whole[:, 17:18])
+        place = list(inspect.signature(model.forward).parameters).index(cache.name)
+        assert torch.equal(logits(18, 22, *[None] * (place - 1), cache), whole[:, 18:22])
+        last = model(prompts[:, 22:25], logits_to_keep=1, return_dict=False, **{cache.name: cache})[0]
+        assert last.dtype == torch.float32 and torch.equal(last, whole[:, 24:25])
+        cache.select([1])
+        for token in range(25, 30):
+            got = model(prompts[1:, token : token + 1], labels=prompts[1:, :1], **{cache.name: cache})
+            assert torch.equal(got.logits, whole[1:, token : token + 1])
     hf.detach(model)
-    whole = hf.score(model, ids, exact=True)
-    torch.testing.assert_close(first, whole[:, 14:19], rtol=1e-5, atol=1e-5)
-    assert torch.equal(first[:, 3:], second[:, :2])
+    assert "forward" not in model.__dict__
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "mish"])
@@ -169,9 +184,11 @@ def test_what_cannot_be_exact_is_refused(monkeypatch):
         self.exact = False
 
     monkeypatch.setattr(RowProduct, "__init__", inexact)
+    attached = hf.attach(fresh_model("biases"))
     for call in (
         lambda: hf.generate(model, ids, max_new_tokens=2, exact=True),
         lambda: hf.score(model, ids, exact=True),
+        lambda: hf.ReplayCache(attached, 1, exact=True),
     ):
         with pytest.raises(ValueError, match=r"exact: expected matrix products .*set_num_threads"):
             call()

@@ -50,7 +50,6 @@ def as_on_a_gpu(monkeypatch):
     for module in (norm, attachment):
         monkeypatch.setattr(module, "pays", lambda _: True)
     monkeypatch.setattr("replayssm.hf.cache.may_pack", lambda _: False)
-    monkeypatch.setattr("replayssm.hf.forward.may_pack", lambda _: False)
     monkeypatch.setattr(linear, "_plain", linear._alone)
     monkeypatch.setattr(linear, "_measurements", {})  # what is measured of it holds for no other product
 
