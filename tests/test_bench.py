@@ -167,6 +167,7 @@ def test_impossible_sizes_are_named():
     [
         (["bench"], 2, "FAMILY"),
         (["bench", "mambo"], 2, "invalid choice: 'mambo'"),
+        (["bench", "mamba", "--heds", "4"], 2, "unrecognized arguments: --heds 4 (see replayssm bench mamba --help)"),
         (["bench", "mamba", "--mode", "hold,held"], 2, "expected some of hold, mix, flush, got 'held'"),
         (["bench", "mamba", "--state-dtype", "int4"], 2, "got 'int4'"),
         (["bench", "mamba", "--batch", "4,x"], 2, "expected an integer of at least 1, got 'x'"),
@@ -221,6 +222,12 @@ def test_an_interrupted_run_leaves_the_rows_that_it_measured(capsys, monkeypatch
     monkeypatch.setattr(family, "_run_step", interrupted)
     assert main([*TINY, "--output", str(tmp_path)]) == 130
     assert len(report.read_csv(tmp_path / "mamba.csv")[1]) == 2
+
+
+def test_tables_without_a_curve_are_named(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert main([*TINY, "--op", "materialize", "--plot", "--output", str(tmp_path)]) == 0
+    assert "no picture" in capsys.readouterr().err and not list(tmp_path.glob("*.png"))
 
 
 def test_the_commit_of_a_copy_without_repository_is_unknown(monkeypatch, tmp_path):

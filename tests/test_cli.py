@@ -76,7 +76,7 @@ def test_help_tells_the_draft_lengths_that_generation_takes(capsys):
     [
         ([], "COMMAND"),
         (["genrate"], "invalid choice: 'genrate'"),
-        (["generate", "--promt", "a"], "--promt"),
+        (["generate", "--promt", "a"], "unrecognized arguments: --promt (see replayssm generate --help)"),
         (["generate", "--num-draft-tokens", "0"], "expected an integer in 1..63, got '0'"),
         (["generate", "--num-draft-tokens", "many"], "got 'many'"),
         (["generate", "--max-new-tokens", "0"], "expected an integer of at least 1"),
@@ -89,6 +89,7 @@ def test_help_tells_the_draft_lengths_that_generation_takes(capsys):
         (["generate", "--prompt", "a", "--dtype", "int8"], "invalid choice: 'int8'"),
         (["generate", "--prompt", "a", "--device", "abacus"], "'abacus' is no torch device"),
         (["generate", "--compare", "--draft", "none"], "--compare needs drafts"),
+        (["generate", "--num-draft-tokens", "3", "--draft", "none"], "--num-draft-tokens needs drafts"),
     ],
 )
 def test_wrong_use_is_one_line_and_exit_code_2(capsys, arguments, fragment):
@@ -96,7 +97,10 @@ def test_wrong_use_is_one_line_and_exit_code_2(capsys, arguments, fragment):
 
 
 def test_failures_are_one_line_and_exit_code_1(capsys, tmp_path, model):
-    _fails(capsys, ["generate", "--prompt-file", str(tmp_path / "none.txt")], 1, "none.txt")
+    missing = tmp_path / "none.txt"
+    _fails(capsys, ["generate", "--prompt-file", str(missing)], 1, f"file {missing}: No such file or directory")
+    device = f"cuda:{torch.cuda.device_count()}"
+    _fails(capsys, ["generate", "--prompt", "a", "--device", device], 1, "CUDA device(s) here")
     _fails(capsys, ["generate", str(tmp_path), "--prompt", "a"], 1, f"cannot load the tokenizer from '{tmp_path}'")
     _fails(capsys, ["generate", model, "--prompt", "a", "--draft", str(tmp_path)], 1, "cannot load the draft model")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")

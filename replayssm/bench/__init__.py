@@ -144,35 +144,47 @@ class Family:
 
     Attributes:
         summary: one line of help.
-        ops: what can be measured.
+        ops: what can be measured, with the meaning of each.
         state_dtypes: types that its state may have.
-        modes: kinds of a step, if there are several.
+        modes: kinds of a step, with the meaning of each.
     """
 
     summary: str
-    ops: tuple[str, ...]
+    ops: dict[str, str]
     state_dtypes: tuple[str, ...]
-    modes: tuple[str, ...] = ()
+    modes: dict[str, str]
 
 
 FAMILIES = {
     "mamba": Family(
         summary="Mamba-2: checkpointing_ssu and replayssm_materialize",
-        ops=("step", "materialize"),
+        ops={"step": "checkpointing_ssu", "materialize": "replayssm_materialize, all layers"},
         state_dtypes=("fp32", "bf16", "fp16", "int8", "fp8"),
-        modes=("hold", "mix", "flush"),
+        modes={
+            "hold": "8 live rows, no state is written",
+            "mix": "0..16 live rows through the batch, as in a server",
+            "flush": "every request writes its state",
+        },
     ),
     "gdn": Family(
         summary="Gated DeltaNet: verify, commit, and decoding in place and with the lazy ring",
-        ops=("verify", "commit", "update", "lazy"),
+        ops={
+            "verify": "outputs of draft tokens, states frozen",
+            "commit": "accepted tokens into the states, all layers",
+            "update": "decoding that writes the state in each step",
+            "lazy": "decoding with the ring, the mean over its cycle",
+        },
         state_dtypes=("fp32", "bf16", "fp16"),
-        modes=("frozen", "windows"),
+        modes={"frozen": "verify alone", "windows": "verify that records its tokens for commit"},
     ),
     "exact": Family(
         summary="Mamba-2 with the bits of the prefill: exact decode, and the chunk scan",
-        ops=("decode", "scan"),
+        ops={"decode": "batch_invariant_decode", "scan": "chunk_scan over one sequence"},
         state_dtypes=("fp32",),
-        modes=("mix", "chunk"),
+        modes={
+            "mix": "lanes all over their chunks, as in a server",
+            "chunk": "the mean over the steps of a chunk, every lane folds once",
+        },
     ),
 }
 

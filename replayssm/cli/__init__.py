@@ -1,4 +1,4 @@
-"""The command line: ``replayssm generate`` and ``replayssm info``.
+"""The command line: ``replayssm generate``, ``replayssm bench`` and ``replayssm info``.
 
 Each command lives in a module of its own and is imported when it runs, so that ``--help`` and a mistyped option answer
 at once, without loading torch.

@@ -62,9 +62,11 @@ def _run(options: argparse.Namespace) -> int:
     else:
         _print(tables, facts)
     if folder is not None:
-        written = [folder / f"{name}.csv" for name in tables]
-        written += [draw(plot, folder) for plot in (family.plots(tables) if options.plot else [])]
+        pictures = [draw(plot, folder) for plot in family.plots(tables)] if options.plot else []
+        written = [folder / f"{name}.csv" for name in tables] + pictures
         sys.stderr.write("".join(f"written: {path}\n" for path in written))
+        if options.plot and not pictures:
+            sys.stderr.write("no picture: these are too few sizes for a curve\n")
     return 0
 
 

@@ -35,6 +35,8 @@ def run(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> None:
     if options.temperature == 0 and (options.top_k is not None or options.top_p is not None):
         raise UsageError("--top-k and --top-p choose what is sampled: they need --temperature above 0")
+    if options.num_draft_tokens is not None and options.draft == "none":
+        raise UsageError("--num-draft-tokens needs drafts: leave out --draft none")
     if options.compare and options.draft == "none":
         raise UsageError("--compare needs drafts to compare with: leave out --draft none")
 

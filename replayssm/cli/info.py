@@ -44,7 +44,10 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
-        _print(report, Console(highlight=False))
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console.width = 120  # a file has no width; names must not be cut
+        _print(report, console)
     return 0
 
 
@@ -80,7 +83,7 @@ def _version(package: str) -> str | None:
 
 def _devices() -> list[dict[str, str | bool]]:
     """Return every device that torch sees here, and whether the ops run on it."""
-    names = {"cpu": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads used"}
+    names = {"cpu": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s) used"}
     if torch.cuda.is_available():
         names |= {f"cuda:{i}": torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
     return [

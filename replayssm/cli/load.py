@@ -47,8 +47,8 @@ def load(options: argparse.Namespace) -> Loaded:
     """Read the prompt, then load what ``options`` names; the cheap checks come first.
 
     Raises:
-        UsageError: no prompt, or a device that does not exist.
-        CommandError: transformers is missing.
+        UsageError: no prompt, or a device of no known kind.
+        CommandError: transformers or the device is missing.
         LoadError: a model cannot be loaded.
     """
     device = _device(options.device)
@@ -88,7 +88,8 @@ def read_prompt(options: argparse.Namespace) -> str:
         try:
             prompt = Path(options.prompt_file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise CommandError(f"cannot read the prompt file {options.prompt_file}: {error}") from None
+            cause = error.strerror if isinstance(error, OSError) else error
+            raise CommandError(f"cannot read the prompt file {options.prompt_file}: {cause}") from None
     elif options.prompt_file == "-" or _is_piped(sys.stdin):
         try:
             prompt = sys.stdin.read()
@@ -117,6 +118,9 @@ def _is_piped(stream: Any) -> bool:
 
 def _device(name: str) -> torch.device:
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"--device: '{name}' is no torch device; use 'cpu'") from None
+        raise UsageError(f"--device: '{name}' is no torch device; use 'cpu' or 'cuda'") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise CommandError(f"--device: torch sees {torch.cuda.device_count() or 'no'} CUDA device(s) here")
+    return device

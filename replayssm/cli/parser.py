@@ -43,6 +43,13 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Name the command whose option is unknown; argparse leaves that to the parser of the whole line."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return found, rest
+
 
 def _number(kind: type[int] | type[float], low: float, high: float = float("inf")) -> Callable[[str], int | float]:
     """Return an argparse type: a number of ``kind`` in ``low..high``."""
@@ -174,18 +181,16 @@ def _add_bench_family(families: argparse._SubParsersAction, name: str, family: F
     )
     parser.set_defaults(options_type=Options)
     lines = parser.add_argument_group("what is measured")
-    names, sizes = (lambda known: _list(_one_of(known))), _list(_number(int, 1))
-    lines.add_argument("--op", dest="ops", type=names(family.ops), metavar="OP", help=", ".join(family.ops))
-    if family.modes:
+    sizes = _list(_number(int, 1))
+    for option, dest, known in (("--op", "ops", family.ops), ("--mode", "modes", family.modes)):
+        meanings = "; ".join(f"{name}: {meaning}" for name, meaning in known.items())
         lines.add_argument(
-            "--mode", dest="modes", type=names(family.modes), metavar="MODE", help=", ".join(family.modes)
+            option, dest=dest, type=_list(_one_of(tuple(known))), metavar=option[2:].upper(), help=meanings
         )
-    else:
-        parser.set_defaults(modes=None)
     lines.add_argument(
         "--state-dtype",
         dest="state_dtypes",
-        type=names(family.state_dtypes),
+        type=_list(_one_of(family.state_dtypes)),
         metavar="TYPE",
         help=", ".join(family.state_dtypes),
     )
