@@ -1,14 +1,19 @@
 """``replayssm bench exact``: what it measures, and that it compares bits before it times anything."""
 
 import json
+import sys
+from functools import partial
+from types import ModuleType
 
 import pytest
 import torch
 
-from replayssm.bench import BadOption, Options, WrongAnswer
+from replayssm.batch_invariant_decode import BatchInvariantDecodeBuffers, batch_invariant_decode_buffered_scan
+from replayssm.bench import BadOption, Options, WrongAnswer, exact_peers
 from replayssm.bench import exact as family
 from replayssm.bench.timing import Timer
 from replayssm.cli import main
+from replayssm.ssd import chunk_scan
 
 TINY = ["bench", "exact", "--device", "cpu", "--quick", "--heads", "6", "--groups", "2", "--batch", "3"]
 
@@ -44,7 +49,7 @@ def test_other_bits_are_never_timed(monkeypatch):
         family, "chunk_scan", lambda *args, **named: torch.nextafter(scan(*args, **named), torch.ones(1))
     )
     with pytest.raises(WrongAnswer, match=r"1 token.*differ in their bits"):
-        family._run_decode(family.Decode(4, 1, 16, 1, "mix", 2), timer)
+        family._run_decode(family.Decode(4, 1, 16, 1, "mix", 2), False, timer)
 
     def in_pieces_only(*args, **named):
         out = scan(*args, **named)
@@ -52,7 +57,7 @@ def test_other_bits_are_never_timed(monkeypatch):
 
     monkeypatch.setattr(family, "chunk_scan", in_pieces_only)
     with pytest.raises(WrongAnswer, match="two pieces and the whole"):
-        family._run_scan(family.Scan(2, 1, 16, 64), timer)
+        family._run_scan(family.Scan(2, 1, 16, 64), False, timer)
 
 
 def test_bytes_of_a_step():
@@ -83,9 +88,9 @@ def test_the_steps_of_a_chunk_are_timed_together():
             timed.append([len(calls) for calls in ways.values()])
             return dict.fromkeys(ways, 9.0)
 
-    row = family._run_decode(family.Decode(2, 1, 16, 1, "chunk", 2), Stub())
+    row = family._run_decode(family.Decode(2, 1, 16, 1, "chunk", 2), False, Stub())
     assert row["cached_us"] == 9.0
-    family._run_decode(family.Decode(2, 1, 16, 1, "mix", 2), Stub())
+    family._run_decode(family.Decode(2, 1, 16, 1, "mix", 2), False, Stub())
     assert timed == [[32, 16], [2, 1]]
 
 
@@ -97,3 +102,55 @@ def test_a_picture_needs_a_batch_axis():
     assert (ours.x, ours.y, ours.ours) == ([1, 16, 64, 256], [2.0] * 4, True)
     assert (megatron.x, megatron.y) == ([16, 64, 256], [3.0] * 3)
     assert family.plots({"exact": rows[:3]}) == []
+
+
+def test_megatron_and_mamba_ssm_are_measured_where_they_are(monkeypatch):
+    """Modules of their names and signatures, with ours behind them."""
+    modules = {name: ModuleType(name) for name in (
+        "megatron", "megatron.core", "megatron.core.ssm", "megatron.core.ssm.ops", "mamba_ssm", "mamba_ssm.ops",
+        "mamba_ssm.ops.triton", "megatron.core.ssm.ops.batch_invariant_decode", "mamba_ssm.ops.triton.ssd_combined",
+    )}  # fmt: skip
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    calls = []
+
+    def combined(x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, dt_softplus=False):
+        calls.append("scan")
+        rows = {"x": x, "dt": dt, "B": B, "C": C, "z": z}
+        return chunk_scan(**{n: v[0] for n, v in rows.items()}, A=A, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus,
+                          chunk_size=chunk_size)  # fmt: skip
+
+    def step(buffers, x, z, dt, B, C, A, D, dt_bias, batch_indices, ssm_state):
+        calls.append("step")
+        return batch_invariant_decode_buffered_scan(buffers, x, z, dt, B, C, A, D, dt_bias, batch_indices, ssm_state)
+
+    megatron = modules["megatron.core.ssm.ops.batch_invariant_decode"]
+    megatron.BatchInvariantDecodeBuffers, megatron.batch_invariant_decode_buffered_scan = (
+        BatchInvariantDecodeBuffers, step,
+    )  # fmt: skip
+    modules["mamba_ssm.ops.triton.ssd_combined"].mamba_chunk_scan_combined = combined
+    monkeypatch.setattr(exact_peers, "installed", lambda package, module: "9.9")
+    monkeypatch.setattr(exact_peers, "_exists", lambda path: path in modules)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    timer, cpu = Timer("cpu", quick=True), torch.device("cpu")
+    line = family.Decode(2, 1, 16, 1, "mix", 3)
+    row = exact_peers.beside_decode(timer, True, (16, 2, 1, 3, 1), family._step_buffers(line, cpu))
+    assert row["megatron_us"] > 0 and row["peers"] == "Megatron-Core 9.9, this run"
+    row = exact_peers.beside_scan(timer, True, (16, 2, 1, 40), family._inputs((40,), 2, 1, cpu))
+    assert row["mamba_ssm_us"] > 0 and row["peers"] == "mamba_ssm 9.9, this run"
+    assert set(calls) == {"step", "scan"}
+
+
+def test_published_numbers_are_named_as_such(monkeypatch):
+    card = "NVIDIA H200"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: card)
+    monkeypatch.setattr(exact_peers, "installed", lambda package, module: pytest.fail("looked for"))
+    decode, scan = partial(exact_peers.beside_decode, None, False), partial(exact_peers.beside_scan, None, False)
+    both = "Megatron-Core, FlashInfer 0.7.4, another run on an H200"
+    assert decode((128, 128, 8, 1, 1), {}) == {"megatron_us": 57.0, "plain_us": 5.6, "peers": both}
+    assert decode((128, 16, 1, 16, 1), {})["peers"] == "Megatron-Core, another run on an H200"
+    assert decode((128, 16, 1, 16, 4), {}) == {"megatron_us": None, "plain_us": None, "peers": None}
+    assert scan((128, 64, 8, 8192), {}) == {"mamba_ssm_us": 365.0, "peers": "mamba_ssm, another run on an H200"}
+    assert scan((128, 64, 1, 8192), {})["peers"] is None
+    card = "NVIDIA A10"
+    assert set(decode((128, 128, 8, 1, 1), {}).values()) == {None} == set(scan((128, 64, 8, 8192), {}).values())

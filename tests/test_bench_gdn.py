@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
 
 from replayssm.bench import BadOption, Options, gdn_buffers, gdn_peers
 from replayssm.bench import gdn as family
+from replayssm.bench.timing import Timer
 from replayssm.cli import main
 
 TINY = ["bench", "gdn", "--device", "cpu", "--quick", "--heads", "6", "--groups", "2", "--batch", "5"]
@@ -125,10 +127,34 @@ def test_impossible_sizes_are_named():
 
 
 def test_published_numbers_are_of_their_sizes():
-    assert gdn_peers.published_mtp(32, 16, 8, 256) == {"frozen": 617.3, "snapshots": 1347.0, "fla": 600.8}
-    assert gdn_peers.published_update(32, 16, 64) == {"flashinfer": 68.8, "fla": 69.9}
+    verify = {"flashinfer_frozen_us": 617.3, "flashinfer_snapshots_us": 1347.0, "fla_us": 600.8}
+    assert gdn_peers.published_mtp(32, 16, 8, 256) == verify
+    assert gdn_peers.published_update(32, 16, 64) == {"flashinfer_update_us": 68.8, "fla_us": 69.9}
     assert set(gdn_peers.published_mtp(32, 16, 8, 32).values()) == {None}
     assert set(gdn_peers.published_mtp(32, 8, 8, 1).values()) == {None}
+
+
+def test_peers_are_measured_or_published(monkeypatch):
+    def refuses():
+        raise ValueError("no such shape")
+
+    timer, calls = Timer("cpu", quick=True), []
+    calls_of = {
+        "flashinfer_frozen_us": ("flashinfer-python", lambda: [lambda: partial(calls.append, 1)]),
+        "flashinfer_snapshots_us": ("flashinfer-python", lambda: [refuses]),
+        "fla_us": ("fla-core", lambda: pytest.fail("it is not here")),
+    }
+    here = {"flashinfer-python": "9.9", "fla-core": None}
+    monkeypatch.setattr(gdn_peers, "installed", lambda package, module: here[package])
+    known = gdn_peers.published_mtp(32, 16, 8, 256)
+    with pytest.warns(UserWarning, match="flashinfer-python was not timed: no such shape"):
+        row = gdn_peers.beside(timer, True, calls_of, known)
+    assert row["flashinfer_frozen_us"] > 0 and calls and row["peers"] == "flashinfer-python 9.9, this run"
+    assert row["flashinfer_snapshots_us"] is None and row["fla_us"] is None
+    for card, expected in (("NVIDIA H200", known | {"peers": gdn_peers.PUBLISHED}), ("NVIDIA A10", None)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda card=card: card)
+        row = gdn_peers.beside(timer, False, calls_of, known)
+        assert row == (expected or dict.fromkeys((*known, "peers")))
 
 
 def test_a_picture_of_four_batches():

@@ -18,24 +18,13 @@ import torch
 from torch import Tensor
 
 from replayssm.batch_invariant_decode import BatchInvariantDecodeBuffers, batch_invariant_decode_buffered_scan
-from replayssm.bench import BadOption, Case, Options, Row, Tables, WrongAnswer, flashinfer, vary
+from replayssm.bench import BadOption, Case, Options, Row, Tables, WrongAnswer, exact_peers, vary
 from replayssm.bench.plot import Panel, Plot, Series
 from replayssm.bench.timing import Calls, Timer
 from replayssm.ssd import chunk_scan
 
 P, N = 64, 128
 _CHECKED = 8  # heads' worth of a check, at least one group
-# Microseconds of other libraries on one H200 (torch 2.11, Triton 3.6): Megatron-Core of August 2026, by chunk size,
-# heads and batch, and mamba_ssm of July 2026, by heads, chunk size and length.
-_MEGATRON = {
-    (128, 16): {1: 52.5, 16: 58.2, 64: 86.3, 256: 170.7}, (128, 128): {1: 57.0, 16: 113.6, 64: 232.8},
-    (256, 16): {1: 50.7, 16: 60.0, 64: 87.0, 256: 176.7}, (256, 128): {1: 72.8, 16: 133.4, 64: 263.9},
-}  # fmt: skip
-_MAMBA_SSM = {
-    (64, 128): {2048: 110.0, 8192: 365.0, 32768: 1446.0}, (64, 256): {2048: 104.0, 8192: 357.0, 32768: 1436.0},
-    (128, 128): {2048: 190.0, 8192: 675.0, 32768: 2769.0}, (128, 256): {2048: 179.0, 8192: 656.0, 32768: 2717.0},
-}  # fmt: skip
-_ELSEWHERE = "another run on an H200"
 
 
 @dataclass(frozen=True)
@@ -68,10 +57,10 @@ def cases(options: Options) -> list[Case]:
     if "decode" in ops:
         lines = vary(_standard_decode(options), **given, tokens=options.tokens, mode=options.modes,
                      batch=options.batches)  # fmt: skip
-        result += [Case("exact", _label(line), partial(_run_decode, line)) for line in lines]
+        result += [Case("exact", _label(line), partial(_run_decode, line, options.peers)) for line in lines]
     if "scan" in ops:
         scans = vary(_standard_scan(options), **given)
-        result += [Case("chunk_scan", _label(line), partial(_run_scan, line)) for line in scans]
+        result += [Case("chunk_scan", _label(line), partial(_run_scan, line, options.peers)) for line in scans]
     for line in [case.run.args[0] for case in result]:  # type: ignore[attr-defined]
         if line.heads % line.groups:
             raise BadOption(f"{line.heads} heads cannot share {line.groups} groups evenly")
@@ -192,7 +181,7 @@ def _workspace(step: Callable[[], Tensor]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def _run_decode(line: Decode, timer: Timer) -> Row:
+def _run_decode(line: Decode, peers: bool, timer: Timer) -> Row:
     """Check and time one step, or the steps of a chunk."""
     error = _check(line, timer.device)
     state = line.batch * line.heads * P * N * 4
@@ -212,16 +201,13 @@ def _run_decode(line: Decode, timer: Timer) -> Row:
         "us": times["us"], "cached_us": times.get("cached_us"), "bytes": moved, "floor_us": floor,
         "of_ceiling": floor / times["us"], "workspace_bytes": workspace, "error": error,
     }  # fmt: skip
-    known = not on_cpu and "H200" in torch.cuda.get_device_name()
-    megatron = _MEGATRON.get((line.chunk, line.heads), {}).get(line.batch) if known and line.tokens == 1 else None
-    plain = flashinfer.published_step("fp32", line.tokens, "plain", line.batch, line.heads, line.groups)
-    plain = plain if known else None
-    names = [name for name, micros in (("Megatron-Core", megatron), ("FlashInfer 0.7.4", plain)) if micros]
-    peers = ", ".join([*names, _ELSEWHERE]) if names else None
-    return row | {"megatron_us": megatron, "plain_us": plain, "peers": peers}
+    if on_cpu:
+        return row | dict.fromkeys(("megatron_us", "plain_us", "peers"))
+    sizes = line.chunk, line.heads, line.groups, line.batch, line.tokens
+    return row | exact_peers.beside_decode(timer, peers, sizes, pools[0])
 
 
-def _run_scan(line: Scan, timer: Timer) -> Row:
+def _run_scan(line: Scan, peers: bool, timer: Timer) -> Row:
     """Check that a split changes no bit, and time the whole."""
     inputs = _inputs((line.length,), line.heads, line.groups, timer.device)
     state = torch.empty(1, line.heads, P, N, device=timer.device)
@@ -238,12 +224,13 @@ def _run_scan(line: Scan, timer: Timer) -> Row:
     calls: list[Callable[[], object]] = [partial(run, **inputs, final_states=state) for _ in range(2)]
     micros = timer.micros({"us": calls})["us"]
     floor = moved / timer.ceiling
-    known = timer.device.type == "cuda" and "H200" in torch.cuda.get_device_name() and line.groups == 8
-    peer = _MAMBA_SSM.get((line.heads, line.chunk), {}).get(line.length) if known else None
-    return _columns(line) | {
+    row = _columns(line) | {
         "us": micros, "bytes": moved, "floor_us": floor, "of_ceiling": floor / micros, "error": 0.0,
-        "mamba_ssm_us": peer, "peers": peer and f"mamba_ssm, {_ELSEWHERE}",
     }  # fmt: skip
+    if timer.device.type == "cpu":
+        return row | dict.fromkeys(("mamba_ssm_us", "peers"))
+    sizes = line.chunk, line.heads, line.groups, line.length
+    return row | exact_peers.beside_scan(timer, peers, sizes, inputs)
 
 
 def plots(tables: Tables) -> list[Plot]:

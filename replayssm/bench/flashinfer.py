@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib import metadata
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-PUBLISHED = "FlashInfer 0.7.4, another run on an H200"
+from replayssm.bench.peers import ELSEWHERE, installed
+
+PUBLISHED = f"FlashInfer 0.7.4, {ELSEWHERE}"
 # What follows: torch 2.11, window 16, 128 heads, 8 groups, 64 x 128, bf16.
 _BATCHES = (1, 8, 32, 128, 256)
 # Microseconds by batch: hold, mix, flush (the best of its kernels), and the update that keeps no ring: in place at one
@@ -42,10 +42,7 @@ _MATERIALIZE = {
 
 def version() -> str | None:
     """The installed version that has the ops with a ring, else None; nothing is imported."""
-    try:
-        found = metadata.version("flashinfer-python") if find_spec("flashinfer") else None
-    except metadata.PackageNotFoundError:
-        return None
+    found = installed("flashinfer-python", "flashinfer")
     return found if found is not None and tuple(map(int, found.split(".")[:2])) >= (0, 7) else None
 
 

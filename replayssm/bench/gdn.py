@@ -13,8 +13,6 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from replayssm.bench import BadOption, Case, Options, Row, Tables, gdn_peers, vary
 from replayssm.bench.gdn_buffers import (
     check_commit,
@@ -157,32 +155,30 @@ def _run_verify(line: Verify, peers: bool, timer: Timer) -> Row:
     error = check_mtp(_label(line), pools[0], line.state, line.backend)
     calls = [partial(gated_delta_rule_mtp, **pool, backend=line.backend) for pool in pools]
     ways: dict[str, Calls] = {"us": calls}
-    if few := timer.cached_sets(one):
-        ways["cached_us"] = calls[:few]
+    if cached := timer.cached_sets(one):
+        ways["cached_us"] = calls[:cached]
     times = timer.micros(ways)
     width = pools[0]["q"].element_size()
     moved = one + line.batch * line.tokens * token_bytes(line.heads, line.keys, width)
     if line.mode == "windows":
         moved += line.batch * line.tokens * record_bytes(line.heads, line.keys, width)
     row = _row(line, times, moved, error, timer)
-    columns = ("flashinfer_frozen_us", "flashinfer_snapshots_us", "fla_us")
-    nothing = row | dict.fromkeys((*columns, "peers"))
+    few = pools[: max(1, len(pools) // 2)]
+    calls_of = {
+        "flashinfer_frozen_us": (
+            "flashinfer-python",
+            lambda: [partial(gdn_peers.flashinfer_mtp, p, False) for p in few],
+        ),
+        "flashinfer_snapshots_us": (
+            "flashinfer-python",
+            lambda: [partial(gdn_peers.flashinfer_mtp, p, True) for p in few],
+        ),
+        "fla_us": ("fla-core", lambda: [partial(gdn_peers.fla_recurrence, p) for p in few]),
+    }
     if timer.device.type == "cpu" or line.state != "fp32":
-        return nothing
-    found = {name: gdn_peers.version(name) if peers else None for name in ("flashinfer-python", "fla-core")}
-    if any(found.values()):
-        ours = pools[: max(1, len(pools) // 2)]
-        theirs_us = (
-            _peer(timer, [partial(gdn_peers.flashinfer_mtp, pool, False) for pool in ours], found["flashinfer-python"]),
-            _peer(timer, [partial(gdn_peers.flashinfer_mtp, pool, True) for pool in ours], found["flashinfer-python"]),
-            _peer(timer, [partial(gdn_peers.fla_recurrence, pool) for pool in ours], found["fla-core"]),
-        )
-        return row | dict(zip(columns, theirs_us, strict=True)) | {"peers": _names(found)}
-    if "H200" not in torch.cuda.get_device_name():
-        return nothing
+        return row | dict.fromkeys((*calls_of, "peers"))
     known = gdn_peers.published_mtp(line.heads, line.keys, line.tokens, line.batch)
-    theirs_us = known["frozen"], known["snapshots"], known["fla"]
-    return row | dict(zip(columns, theirs_us, strict=True)) | {"peers": known["frozen"] and gdn_peers.PUBLISHED}
+    return row | gdn_peers.beside(timer, peers, calls_of, known)
 
 
 def _run_commit(line: Commit, timer: Timer) -> Row:
@@ -216,23 +212,17 @@ def _run_decode(line: Decode, peers: bool, timer: Timer) -> Row:
         live = lazy_cursors(steps, line.tokens, 0).float().mean().item()
         moved = one * (1 + 1 / steps) + line.batch * (tokens + (live + line.tokens) * record)
     row = _row(line, times, moved, error, timer)
-    columns = ("flashinfer_update_us", "fla_us")
-    nothing = row | dict.fromkeys((*columns, "peers"))
+    make = (lambda: pools) if line.way == "update" else (lambda: _decode_rounds(replace(line, way="update"), timer)[0])
+    calls_of = {
+        "flashinfer_update_us": (
+            "flashinfer-python",
+            lambda: [partial(gdn_peers.flashinfer_update, p) for p in make()],
+        ),
+        "fla_us": ("fla-core", lambda: [partial(gdn_peers.fla_recurrence, p) for p in make()]),
+    }
     if timer.device.type == "cpu" or line.state != "fp32" or line.tokens > 1:
-        return nothing
-    found = {name: gdn_peers.version(name) if peers else None for name in ("flashinfer-python", "fla-core")}
-    if any(found.values()):
-        theirs = pools if line.way == "update" else _decode_rounds(replace(line, way="update"), timer)[0]
-        theirs_us = (
-            _peer(timer, [partial(gdn_peers.flashinfer_update, pool) for pool in theirs], found["flashinfer-python"]),
-            _peer(timer, [partial(gdn_peers.fla_recurrence, pool) for pool in theirs], found["fla-core"]),
-        )
-        return row | dict(zip(columns, theirs_us, strict=True)) | {"peers": _names(found)}
-    if "H200" not in torch.cuda.get_device_name():
-        return nothing
-    known = gdn_peers.published_update(line.heads, line.keys, line.batch)
-    theirs_us = known["flashinfer"], known["fla"]
-    return row | dict(zip(columns, theirs_us, strict=True)) | {"peers": known["fla"] and gdn_peers.PUBLISHED}
+        return row | dict.fromkeys((*calls_of, "peers"))
+    return row | gdn_peers.beside(timer, peers, calls_of, gdn_peers.published_update(line.heads, line.keys, line.batch))
 
 
 def _decode_rounds(line: Decode, timer: Timer) -> tuple[list[dict[str, Any]], list[list[Callable[[], object]]]]:
@@ -247,23 +237,6 @@ def _decode_rounds(line: Decode, timer: Timer) -> tuple[list[dict[str, Any]], li
     return pools, [
         [partial(gated_delta_rule_checkpointing, **{**pool, "num_live": live}) for pool in pools] for live in cursors
     ]
-
-
-def _names(found: dict[str, str | None]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in found.items() if version) + ", this run"
-
-
-def _peer(timer: Timer, makers: list[Callable[[], Callable[[], object]]], version: str | None) -> float | None:
-    """Time a peer; None if it is not there, refuses these shapes, or does not compile here."""
-    if version is None:
-        return None
-    try:
-        calls = [make() for make in makers]
-        for call in calls:
-            call()
-        return timer.micros({"us": calls})["us"]
-    except (ImportError, RuntimeError, TypeError, ValueError, AssertionError, OSError):
-        return None
 
 
 def plots(tables: Tables) -> list[Plot]:

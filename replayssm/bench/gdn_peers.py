@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import metadata
-from importlib.util import find_spec
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from replayssm.bench import Row
+from replayssm.bench.peers import ELSEWHERE, THIS_RUN, installed, on_an_h200, timed
+from replayssm.bench.timing import Timer
+
+# By column of a table: the package, and what makes its calls when it is here.
+CallsOf = Mapping[str, tuple[str, Callable[[], Sequence[Callable[[], Callable[[], object]]]]]]
+
 # On one H200, torch 2.11, fp32 state, K = V = 128, bf16. Microseconds by batch.
-PUBLISHED = "FlashInfer 0.7.4, fla-core 0.6.0, another run on an H200"
+PUBLISHED = f"FlashInfer 0.7.4, fla-core 0.6.0, {ELSEWHERE}"
+_MODULES = {"flashinfer-python": "flashinfer", "fla-core": "fla"}
 _BATCHES = (1, 16, 64, 256)
 _MTP: dict[tuple[int, int, int], dict[str, tuple[float, ...]]] = {
     (32, 16, 4): {
@@ -33,29 +39,44 @@ _UPDATE: dict[tuple[int, int], dict[str, tuple[float, ...]]] = {
 }
 
 
-def version(package: str) -> str | None:
-    """The installed version of ``"flashinfer-python"`` or ``"fla-core"``, else None; nothing is imported."""
-    module = {"flashinfer-python": "flashinfer", "fla-core": "fla"}[package]
-    try:
-        return metadata.version(package) if find_spec(module) else None
-    except metadata.PackageNotFoundError:
-        return None
+def beside(timer: Timer, peers: bool, calls_of: CallsOf, published: dict[str, float | None]) -> Row:
+    """Return the other libraries' columns: measured, if that is asked for and one is here, else published.
+
+    Args:
+        timer: on the GPU.
+        peers: measure.
+        calls_of: by column, the package and what makes its calls.
+        published: by column.
+    """
+    packages = dict.fromkeys(package for package, _ in calls_of.values())
+    found = {package: installed(package, _MODULES[package]) if peers else None for package in packages}
+    if any(found.values()):
+        times = {
+            column: timed(timer, package, make()) if found[package] else None
+            for column, (package, make) in calls_of.items()
+        }
+        names = [f"{package} {version}" for package, version in found.items() if version]
+        return times | {"peers": ", ".join([*names, THIS_RUN])}
+    if not on_an_h200():
+        return dict.fromkeys((*published, "peers"))
+    return published | {"peers": PUBLISHED if any(published.values()) else None}
 
 
 def published_mtp(heads: int, keys: int, tokens: int, batch: int) -> dict[str, float | None]:
     """Microseconds of ``gated_delta_rule_mtp``, frozen and with a state stored per token, and of fla's recurrence."""
-    return _at(_MTP.get((heads, keys, tokens)), ("frozen", "snapshots", "fla"), batch)
+    columns = {"frozen": "flashinfer_frozen_us", "snapshots": "flashinfer_snapshots_us", "fla": "fla_us"}
+    return _at(_MTP.get((heads, keys, tokens)), columns, batch)
 
 
 def published_update(heads: int, keys: int, batch: int) -> dict[str, float | None]:
     """Microseconds of one token that updates the state in place."""
-    return _at(_UPDATE.get((heads, keys)), ("flashinfer", "fla"), batch)
+    return _at(_UPDATE.get((heads, keys)), {"flashinfer": "flashinfer_update_us", "fla": "fla_us"}, batch)
 
 
-def _at(known: dict[str, tuple[float, ...]] | None, names: tuple[str, ...], batch: int) -> dict[str, float | None]:
+def _at(known: dict[str, tuple[float, ...]] | None, columns: dict[str, str], batch: int) -> dict[str, float | None]:
     if known is None or batch not in _BATCHES:
-        return dict.fromkeys(names)
-    return {name: known[name][_BATCHES.index(batch)] for name in names}
+        return dict.fromkeys(columns.values())
+    return {column: known[name][_BATCHES.index(batch)] for name, column in columns.items()}
 
 
 def flashinfer_mtp(buffers: dict[str, Any], snapshots: bool) -> Callable[[], object]:

@@ -7,8 +7,7 @@ states, live rows, tokens.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -27,6 +26,7 @@ from replayssm.bench.mamba_buffers import (
     step_buffers,
     step_bytes,
 )
+from replayssm.bench.peers import THIS_RUN, on_an_h200, timed
 from replayssm.bench.plot import Panel, Plot, Series
 from replayssm.bench.timing import Calls, Timer
 from replayssm.mamba import checkpointing_ssu, replayssm_materialize
@@ -144,32 +144,17 @@ def _step_peers(line: Step, pools: list[dict[str, Any]], peers: bool, timer: Tim
     if found is not None:
         scaled = pools[0]["state_scale"] is not None
         kernels = ("monolith",) if scaled else ("monolith", "two-kernel")
-        ring = [_peer(timer, partial(flashinfer.checkpointing_ssu, algorithm=kernel), pools) for kernel in kernels]
+        theirs = partial(timed, timer, "FlashInfer")
+        ring = [theirs([partial(flashinfer.checkpointing_ssu, p, kernel) for p in pools]) for kernel in kernels]
         best = min((micros for micros in ring if micros is not None), default=None)
-        plain = None if scaled else _peer(timer, flashinfer.selective_state_update, pools)
+        plain = None if scaled else theirs([partial(flashinfer.selective_state_update, pool) for pool in pools])
         if best is not None:
-            return {"flashinfer_us": best, "plain_us": plain, "peers": f"FlashInfer {found}, this run"}
+            return {"flashinfer_us": best, "plain_us": plain, "peers": f"FlashInfer {found}, {THIS_RUN}"}
     known = partial(
         flashinfer.published_step, line.state, line.tokens, batch=line.batch, heads=line.heads, groups=line.groups
     )
-    best, plain = (known(mode=mode) if _is_h200() else None for mode in (line.mode, "plain"))
+    best, plain = (known(mode=mode) if on_an_h200() else None for mode in (line.mode, "plain"))
     return {"flashinfer_us": best, "plain_us": plain, "peers": best and flashinfer.PUBLISHED}
-
-
-def _peer(timer: Timer, call_on: Callable[[Any], Callable[[], object]], buffers: Iterable[Any]) -> float | None:
-    """Time a peer; None, with a warning, if it refuses these shapes or does not compile here."""
-    try:
-        calls = [call_on(each) for each in buffers]
-        for call in calls:
-            call()
-        return timer.micros({"us": calls})["us"]
-    except (RuntimeError, ValueError, AssertionError, OSError, ImportError) as error:
-        warnings.warn(f"FlashInfer was not timed: {str(error)[:200]}", stacklevel=2)
-        return None
-
-
-def _is_h200() -> bool:
-    return "H200" in torch.cuda.get_device_name()
 
 
 def _run_materialize(line: Materialize, peers: bool, timer: Timer) -> Row:
@@ -191,11 +176,11 @@ def _run_materialize(line: Materialize, peers: bool, timer: Timer) -> Row:
         return row | {"flashinfer_us": None, "peers": None}
     found = flashinfer.version() if peers else None
     if found is not None:
-        theirs = _peer(timer, lambda _: flashinfer.replayssm_materialize(tables, options), range(3))
+        theirs = timed(timer, "FlashInfer", [partial(flashinfer.replayssm_materialize, tables, options)] * 3)
         if theirs is not None:
-            return row | {"flashinfer_us": theirs, "peers": f"FlashInfer {found}, this run"}
+            return row | {"flashinfer_us": theirs, "peers": f"FlashInfer {found}, {THIS_RUN}"}
     known = None
-    if _is_h200():
+    if on_an_h200():
         known = flashinfer.published_materialize(line.state, line.prefix, line.batch, line.heads, layers)
     return row | {"flashinfer_us": known, "peers": known and flashinfer.PUBLISHED}
 
