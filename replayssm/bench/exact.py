@@ -19,7 +19,7 @@ from torch import Tensor
 
 from replayssm.batch_invariant_decode import BatchInvariantDecodeBuffers, batch_invariant_decode_buffered_scan
 from replayssm.bench import BadOption, Case, Options, Row, Tables, WrongAnswer, exact_peers, vary
-from replayssm.bench.plot import Panel, Plot, Series
+from replayssm.bench.plot import Panel, Plot, over_floor
 from replayssm.bench.timing import Calls, Timer
 from replayssm.ssd import chunk_scan
 
@@ -235,18 +235,20 @@ def _run_scan(line: Scan, peers: bool, timer: Timer) -> Row:
 
 def plots(tables: Tables) -> list[Plot]:
     """See ``replayssm.bench``."""
-    rows = [row for row in tables.get("exact", []) if row["mode"] == "mix" and row["tokens"] == 1]
+    steps = [row for row in tables.get("exact", []) if row["mode"] == "mix" and row["tokens"] == 1]
+    labels = {"us": "replayssm", "megatron_us": "Megatron-Core", "plain_us": "ordinary update"}
+    decode = Plot("exact", "Exact decode, one token, fp32 state", "batch", "time over byte floor",
+                  _panels(steps, "batch", labels, 4), limit="byte floor")  # fmt: skip
+    scans = _panels(tables.get("chunk_scan", []), "length", {"us": "replayssm", "mamba_ssm_us": "mamba_ssm"}, 3)
+    scan = Plot("chunk_scan", "chunk_scan of one sequence", "tokens", "time over byte floor", scans, limit="byte floor")
+    return [plot for plot in (decode, scan) if plot.panels]
+
+
+def _panels(rows: list[Row], axis: str, labels: dict[str, str], least: int) -> list[Panel]:
+    """A panel for each number of heads and chunk size that has at least so many points."""
     panels = []
     for heads, chunk in dict.fromkeys((row["heads"], row["chunk"]) for row in rows):
-        chosen = sorted((r for r in rows if (r["heads"], r["chunk"]) == (heads, chunk)), key=lambda r: r["batch"])
-        if len(chosen) < 4:
-            continue
-        series = []
-        for column, label in (("us", "replayssm"), ("megatron_us", "Megatron-Core"), ("plain_us", "ordinary update")):
-            points = {row["batch"]: row[column] / row["floor_us"] for row in chosen if row[column]}
-            if points:
-                series.append(Series(label, list(points), list(points.values()), ours=column == "us"))
-        panels.append(Panel(f"{heads} heads, chunk {chunk}", series))
-    plot = Plot("exact", "Exact decode, one token, fp32 state", "batch", "time over byte floor", panels,
-                limit="byte floor")  # fmt: skip
-    return [plot] if panels else []
+        chosen = [row for row in rows if (row["heads"], row["chunk"]) == (heads, chunk)]
+        if len(chosen) >= least:
+            panels.append(Panel(f"{heads} heads, chunk {chunk}", over_floor(chosen, axis, labels)))
+    return panels

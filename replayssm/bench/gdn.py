@@ -27,7 +27,7 @@ from replayssm.bench.gdn_buffers import (
     state_bytes,
     token_bytes,
 )
-from replayssm.bench.plot import Panel, Plot, Series
+from replayssm.bench.plot import Panel, Plot, over_floor
 from replayssm.bench.timing import Calls, Timer
 from replayssm.gdn_decode import (
     gated_delta_rule_checkpointing,
@@ -250,22 +250,17 @@ def _verify_plot(rows: list[Row]) -> Plot:
     chosen = [row for row in rows if row["mode"] == "frozen" and row["heads"] == heads and row["state"] == "fp32"]
     panels = []
     for tokens in dict.fromkeys(row["tokens"] for row in chosen):
-        at = sorted((row for row in chosen if row["tokens"] == tokens), key=lambda row: row["batch"])
+        at = [row for row in chosen if row["tokens"] == tokens]
         if len({row["batch"] for row in at}) < 4:
             continue
         series = []
         for backend in BACKENDS:
-            x, y = _over_floor([row for row in at if row["backend"] == backend], "us")
-            series += [Series(f"replayssm, {backend}", x, y, ours=backend == "tensor_core")] if x else []
+            ours = over_floor(
+                [row for row in at if row["backend"] == backend], "batch", {"us": f"replayssm, {backend}"}
+            )
+            series += [replace(curve, ours=backend == "tensor_core") for curve in ours]
         first = [row for row in at if row["backend"] == at[0]["backend"]]
-        for column, label in (("flashinfer_frozen_us", "FlashInfer"), ("fla_us", "fla")):
-            x, y = _over_floor(first, column)
-            series += [Series(label, x, y)] if x else []
+        series += over_floor(first, "batch", {"flashinfer_frozen_us": "FlashInfer", "fla_us": "fla"})
         panels.append(Panel(f"T = {tokens}", series))
     title = f"gated_delta_rule_mtp, frozen fp32 states, {heads} value heads of 128 x 128"
     return Plot("gdn", title, "batch", "time over byte floor", panels, limit="byte floor")
-
-
-def _over_floor(rows: list[Row], column: str) -> tuple[list[float], list[float]]:
-    timed = [row for row in rows if row[column] is not None]
-    return [row["batch"] for row in timed], [row[column] / row["floor_us"] for row in timed]

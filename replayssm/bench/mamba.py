@@ -27,7 +27,7 @@ from replayssm.bench.mamba_buffers import (
     step_bytes,
 )
 from replayssm.bench.peers import THIS_RUN, on_an_h200, timed
-from replayssm.bench.plot import Panel, Plot, Series
+from replayssm.bench.plot import Panel, Plot, over_floor
 from replayssm.bench.timing import Calls, Timer
 from replayssm.mamba import checkpointing_ssu, replayssm_materialize
 
@@ -191,24 +191,18 @@ def plots(tables: Tables) -> list[Plot]:
 
 
 def _step_plot(rows: list[Row]) -> Plot:
-    """Time over the byte floor by batch, at the most heads that were measured."""
+    """Time over the byte floor by batch, at the most heads that were measured, where most batches were."""
     heads = max((row["heads"] for row in rows), default=0)
-    mixes = [row for row in rows if row["mode"] == "mix" and row["heads"] == heads]
-    panels = []
-    for state, tokens in dict.fromkeys((row["state"], row["tokens"]) for row in mixes):
-        chosen = sorted((row for row in mixes if (row["state"], row["tokens"]) == (state, tokens)),
-                        key=lambda row: row["batch"])  # fmt: skip
-        if len(chosen) < 4:
-            continue
-        series = [Series("replayssm", *_over_floor(chosen, "us"), ours=True)]
-        for column, label in (("flashinfer_us", "FlashInfer"), ("plain_us", "no ring")):
-            x, y = _over_floor(chosen, column)
-            series += [Series(label, x, y)] if x else []
-        panels.append(Panel(f"{state} state, T = {tokens}", series))
+    mixes: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        if row["mode"] == "mix" and row["heads"] == heads:
+            mixes.setdefault((row["state"], row["tokens"]), []).append(row)
+    most = max(map(len, mixes.values()), default=0)
+    labels = {"us": "replayssm", "flashinfer_us": "FlashInfer", "plain_us": "no ring"}
+    panels = [
+        Panel(f"{state} state, T = {tokens}", over_floor(chosen, "batch", labels))
+        for (state, tokens), chosen in mixes.items()
+        if len(chosen) == most >= 4
+    ]
     title = f"checkpointing_ssu, mixed batch, {heads} heads of 64 x 128"
     return Plot("mamba", title, "batch", "time over byte floor", panels, limit="byte floor")
-
-
-def _over_floor(rows: list[Row], column: str) -> tuple[list[float], list[float]]:
-    timed = [row for row in rows if row[column] is not None]
-    return [row["batch"] for row in timed], [row[column] / row["floor_us"] for row in timed]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from replayssm.bench import Row
 
 _OURS, _LIMIT = "#1b6ca8", "#d98324"
 _PEERS = ("#9aa5b1", "#5f6b7a", "#c3cad3")
@@ -56,6 +58,27 @@ class Plot:
     panels: Sequence[Panel]
     limit: str | None = None
     bars: bool = False
+
+
+def over_floor(rows: Sequence[Row], axis: str, labels: Mapping[str, str]) -> list[Series]:
+    """Return a curve of time over byte floor for each column that has numbers.
+
+    Args:
+        rows: of a table, in any order.
+        axis: the column of the horizontal axis.
+        labels: names of the curves by column; that of column ``us`` is ours.
+
+    Example:
+        >>> rows = [{"batch": 4, "us": 6.0, "floor_us": 3.0}, {"batch": 1, "us": 5.0, "floor_us": 1.0}]
+        >>> [(curve.x, curve.y) for curve in over_floor(rows, "batch", {"us": "ours"})]
+        [([1, 4], [5.0, 2.0])]
+    """
+    ordered, curves = sorted(rows, key=lambda row: row[axis]), []
+    for column, label in labels.items():
+        timed = [row for row in ordered if row[column] is not None]
+        places, heights = [row[axis] for row in timed], [row[column] / row["floor_us"] for row in timed]
+        curves += [Series(label, places, heights, ours=column == "us")] if timed else []
+    return curves
 
 
 def draw(plot: Plot, folder: Path) -> Path:
