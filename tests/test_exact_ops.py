@@ -95,11 +95,13 @@ def test_compiled_equals_eager(max_tokens):
     for compiled in (False, True):
         case, decoder = finite_decoder(max_tokens)
 
-        def run(x, case=case, decoder=decoder):
+        lane = torch.tensor([2])  # out here: compiled code does not see a default device
+
+        def run(x, case=case, decoder=decoder, lane=lane):
             out = batch_invariant_decode_buffered_scan(
                 decoder.buffers, x * 0.5, case.z[15 : 15 + max_tokens][None], case.dt[15 : 15 + max_tokens][None],
                 case.B[15 : 15 + max_tokens][None], case.C[15 : 15 + max_tokens][None], case.A, case.D, case.dt_bias,
-                torch.tensor([2]), decoder.state,
+                lane, decoder.state,
             )  # fmt: skip
             return out * 2
 

@@ -246,6 +246,9 @@ class Untimed:
     def sets(self, size):
         return 1
 
+    def cached_sets(self, size):
+        return 0
+
     def micros(self, ways):
         for calls in ways.values():
             calls[0]()
@@ -254,8 +257,8 @@ class Untimed:
 
 @pytest.mark.parametrize(("tokens", "batch"), [(1, 2), (1, 40), (4, 2), (4, 40)])
 def test_the_benchmark_finds_the_bits_it_looks_for(tokens, batch):
-    assert bench._run_decode(bench.Decode(16, 1, 128, tokens, "mix", batch), Untimed())["error"] == 0
+    assert bench._run_decode(bench.Decode(16, 1, 128, tokens, "mix", batch), False, Untimed())["error"] == 0
 
 
 def test_the_benchmark_of_the_scan():
-    assert bench._run_scan(bench.Scan(64, 8, 128, 1024), Untimed())["error"] == 0
+    assert bench._run_scan(bench.Scan(64, 8, 128, 1024), False, Untimed())["error"] == 0
