@@ -81,7 +81,7 @@ def test_a_model_is_checked_and_left_as_it_is():
     )  # fmt: skip
     model = Mamba2ForCausalLM(config).eval()
     assert replayssm.warmup(model, batch=(1, 3)).kernels == 0 and attachment_of(model) is None
-    for options in (dict(tokens=(65,)), dict(window=65), dict(batch=(0,))):
+    for options in (dict(tokens=(65,)), dict(window=65), dict(batch=(0,)), dict(longest_prompt=0)):
         with pytest.raises(ValueError, match=f"{next(iter(options))}: expected 1 <= "):
             replayssm.warmup(model, **options)
     with pytest.raises(ValueError, match="no recurrent layers"):
@@ -90,4 +90,4 @@ def test_a_model_is_checked_and_left_as_it_is():
     from replayssm.hf import attach
 
     with torch.inference_mode():
-        rehearse(attach(model), 2, 5, 3, (1, 7))
+        rehearse(attach(model), 2, 5, 3, 17)

@@ -97,7 +97,7 @@ class ExactMamba2Buffers:
             trimmed=True,
         )
         return cls(
-            state=torch.zeros(num_slots, *layer.state_sizes.values(), device=device),
+            state=torch.zeros(num_slots, *layer.state_sizes.values(), dtype=torch.float32, device=device),
             records=records,
             conv_rows=torch.zeros(num_slots, conv_len, layer.conv_channels, dtype=activation_dtype, device=device),
         )

@@ -346,8 +346,13 @@ class ReplayPool:
         return self._table.take(n)
 
     def _zero(self, slots: Tensor) -> None:
-        for _, tensor in self._slotted():
-            _as_plain(tensor).index_fill_(0, slots, 0)
+        plain = [_as_plain(tensor) for _, tensor in self._slotted()]
+        if slots.numel() == self.num_slots:
+            for dtype in {tensor.dtype for tensor in plain}:  # few launches, where there would be some per layer
+                torch._foreach_zero_([tensor for tensor in plain if tensor.dtype == dtype])
+            return
+        for tensor in plain:
+            tensor.index_fill_(0, slots, 0)
 
     def _copy(self, src: Tensor, dst: Tensor) -> None:
         for _, tensor in self._slotted():

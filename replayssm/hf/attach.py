@@ -46,7 +46,8 @@ class BaseForward:
             raise ValueError("input_ids: expected token ids, got none")
         batch, tokens = given.shape[:2]
         cache.begin_forward(self.base, batch, tokens)
-        return cache.run(tokens, {**kwargs, "input_ids": input_ids})
+        with torch.autocast(given.device.type, enabled=False):
+            return cache.run(tokens, {**kwargs, "input_ids": input_ids})
 
 
 class WholeForward:
@@ -70,7 +71,8 @@ class WholeForward:
         if self.own:
             raise ValueError("model: it has a forward of its own, which a ReplayCache would not call; remove it")
         cache.check_model(self.base)
-        return cache.whole.forward(*args, **kwargs)
+        with torch.autocast(cache.slots.device.type, enabled=False):
+            return cache.whole.forward(*args, **kwargs)
 
 
 def check_model(model: object) -> ModuleType:

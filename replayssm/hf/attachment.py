@@ -19,6 +19,13 @@ _LAYER_TYPES = {"full_attention", "linear_attention"}
 _ATTENTION = ("sdpa", "eager")
 
 
+class _Sessions(list[Any]):
+    """A list of which a copy is empty: a copy of an attached model makes its own sessions."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+
 @dataclass
 class Attachment:
     """What attach did to one model.
@@ -33,7 +40,7 @@ class Attachment:
         stored_dtypes: tensors that were converted to fp32, with the dtype to go back to.
         kept: whether ``attach`` was called, so that only ``detach`` undoes it.
         users: generations that run on the model now.
-        session: what the newest generation left for the next one (``replayssm.hf.session``), None while one has it.
+        sessions: what the newest generations left for the next ones (``replayssm.hf.session``), the newest last.
     """
 
     model_type: str
@@ -44,7 +51,7 @@ class Attachment:
     stored_dtypes: list[tuple[Tensor, torch.dtype]] = field(default_factory=list)
     kept: bool = False
     users: int = 0
-    session: Any = None
+    sessions: list[Any] = field(default_factory=_Sessions)
 
     @property
     def linears(self) -> list[nn.Linear]:

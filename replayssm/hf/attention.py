@@ -68,7 +68,7 @@ class KeyValueRows:
         self._lengths.index_fill_(0, slots, tokens)
         for pair in self._layers.values():
             for tensor in pair:
-                tensor.index_fill_(0, slots, 0)  # a key that is not a number would get through any mask
+                tensor.index_fill_(0, slots, 0)  # as in reset
         positions = torch.arange(tokens, device=self._device).expand(slots.shape[0], -1)
         # Without a mask the attention is causal by itself.
         return _arguments(positions, self._causal(tokens))
@@ -100,7 +100,9 @@ class KeyValueRows:
         counts = torch.arange(extent, device=self._device) <= positions[:, None, :, None]
         if not self._additive:
             return counts
-        return torch.where(counts, 0.0, torch.finfo(torch.float32).min)
+        return torch.zeros(counts.shape, dtype=torch.float32, device=self._device).masked_fill_(
+            ~counts, torch.finfo(torch.float32).min
+        )
 
     def update(self, keys: Tensor, values: Tensor, layer_index: int) -> tuple[Tensor, Tensor]:
         """Write a layer's new keys and values; returns those that its queries look at.
@@ -135,6 +137,9 @@ class KeyValueRows:
     def reset(self) -> None:
         """Forget every row."""
         self._lengths.zero_()
+        for pair in self._layers.values():
+            for tensor in pair:
+                tensor.zero_()  # a key that is not a number would get through any mask
 
     def bytes(self) -> int:
         """Bytes of all keys and values."""

@@ -57,7 +57,7 @@ class ModelDrafter:
         """See Drafter: the draft model's prefill."""
         self._rows = [list(prompt) for prompt in prompts]
         self._seen = [len(prompt) for prompt in prompts]
-        for _ in self._session.forward.prefill(prompts):
+        for _ in self._session.prefill(prompts):
             pass
 
     def propose(self, rows: Sequence[int], limits: Sequence[int]) -> list[list[int]]:

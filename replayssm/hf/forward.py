@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,17 +30,26 @@ class Forward:
         """Score token ids ``[rows, tokens]`` of the selected rows; returns fp32 logits ``[rows, tokens, vocab]``."""
         return self._cache.head(self._hidden(ids))
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Tensor]]:
-        """Run the prompts of all rows; yields rows and the logits of their last tokens ``[rows, 1, vocab]``."""
+    def score_one(self, ids: Tensor, places: Tensor) -> Tensor:
+        """Like ``score``, for one token of every row, at ``places`` int64 ``[rows]``; returns ``[rows, 1, vocab]``."""
+        hidden = self._hidden(ids)
+        return self._cache.head(hidden.gather(1, places[:, None, None].expand(-1, 1, hidden.shape[-1])))
+
+    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> Iterator[tuple[list[int], Tensor]]:
+        """Run prompts by row, each in one forward; yields rows and the logits of their last tokens.
+
+        Yields:
+            Rows, and ``[rows, 1, vocab]``.
+        """
         for rows in self._groups(prompts):
             self._cache.select(rows)
             ids = torch.tensor([prompts[row] for row in rows], device=self._model.device)
             yield rows, self._cache.head(self._hidden(ids)[:, -1:])
 
-    def _groups(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    def _groups(self, prompts: Mapping[int, Sequence[int]]) -> list[list[int]]:
         """Rows that run together: of one length, because prompts must not be padded."""
         alike: dict[int, list[int]] = {}
-        for row, prompt in enumerate(prompts):
+        for row, prompt in prompts.items():
             alike.setdefault(len(prompt), []).append(row)
         groups = []
         for length, rows in alike.items():

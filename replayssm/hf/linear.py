@@ -69,7 +69,8 @@ class RowProduct:
         threads = torch.get_num_threads()
         key = (weight.shape, weight.dtype, weight.device, bias is not None, pack, threads)
         if key not in _measurements:
-            _measurements[key] = _measure(self._multiply, weight.shape[1], weight.device)
+            with torch.autocast(weight.device.type, enabled=False):
+                _measurements[key] = _measure(self._multiply, weight.shape[1], weight.device)
         self._target, self.exact = _measurements[key]
         if not self.exact:
             warnings.warn(
@@ -159,7 +160,8 @@ def _aligned(rows: Tensor) -> Tensor:
 @torch.no_grad()
 def _measure(multiply: Callable[[Tensor], Tensor], width: int, device: torch.device) -> tuple[list[int], bool]:
     """To how many rows to pad each number of rows, and whether all of them get the bits of 64 rows then."""
-    rows = torch.randn(65, width, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(device)
+    generator = torch.Generator("cpu").manual_seed(0)
+    rows = torch.randn(65, width, generator=generator, dtype=torch.float32, device="cpu").to(device)
     # The second product shows whether a row's place among the others, and in memory, matters.
     moved = rows[1:].clone()
     expected, shifted = multiply(rows[:64]), multiply(moved)

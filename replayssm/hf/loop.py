@@ -83,6 +83,7 @@ class Decoder:
         window: the pool's window.
         streamer: an object with ``put(tensor)`` and ``end()`` for a batch of one, or None; if it has
             ``on_round(drafted, accepted)``, that hears of every round.
+        shown: what the streamer gets first, None for nothing.
         pad_token_id: fills short rows where processors want padded ones.
         exact: whether recurrent layers run on exact decode.
     """
@@ -100,11 +101,13 @@ class Decoder:
         num_draft_tokens: int,
         window: int,
         streamer: Any,
+        shown: Tensor | None,
         pad_token_id: int,
         exact: bool,
     ) -> None:
         self._model, self._sampler, self._rules, self._drafter = model, sampler, rules, drafter
-        self._num_draft_tokens, self._window, self._streamer = num_draft_tokens, window, streamer
+        self._num_draft_tokens, self._window = num_draft_tokens, window
+        self._streamer, self._shown = streamer, shown
         self._device, self._exact = model.device, exact
         self._seed, self._request_ids = seed, request_ids
         # For choices outside of a step: behind the prompts, and token by token.
@@ -123,6 +126,8 @@ class Decoder:
         max_tokens = min(self._num_draft_tokens + 1, self._rules.max_new_tokens)
         shape = Shape(len(self._prompts), max_tokens, max(self._window, max_tokens), self._sampler, self._exact)
         with session(self._model, shape) as held:
+            if self._shown is not None:  # nothing can be refused any more
+                self._streamer.put(self._shown)
             held.step.start(self._seed, self._request_ids)
             self._drafter.start(self._prompts)
             self._prefill(held)
@@ -136,7 +141,7 @@ class Decoder:
         return new, stats
 
     def _prefill(self, held: Session) -> None:
-        for rows, logits in held.forward.prefill(self._prompts):
+        for rows, logits in held.prefill(self._prompts):
             if self._rules.per_token:
                 self._take(rows, [self._decide(row, each, []) for row, each in zip(rows, logits, strict=True)])
             else:

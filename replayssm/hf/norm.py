@@ -47,7 +47,7 @@ class Norm(nn.Module):
         self._eps = float(getattr(module, kind.eps))
         self._offset, self._gate_first = kind.offset, kind.gate_first
         # Blocks convert their activations to the type of the norm's weight: to fp32, whatever the weight is stored as.
-        self.weight = torch.empty(0)
+        self.weight = torch.empty(0, dtype=torch.float32)
         weight: Any = module.weight
         self._scale = None if pays(weight.device) else self._offset + weight.detach().float()
 

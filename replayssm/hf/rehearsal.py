@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from transformers import PreTrainedModel
 
 from replayssm.hf.sampling import Greedy
 from replayssm.hf.session import Session, Shape
 from replayssm.hf.step import padded_size
 
+# What prompts of one forward hold behind the tokens that fill whole blocks, so that they meet every kernel there is:
+# full blocks and what remains, few rows and many.
+_LENGTHS = (1, 3, 16, 17, 32, 33, 48, 64, 1000)
 
-def rehearse(model: PreTrainedModel, rows: int, max_tokens: int, window: int, prompts: Sequence[int]) -> None:
-    """Run prompts of the given lengths and a step of every width.
+
+def rehearse(model: PreTrainedModel, rows: int, max_tokens: int, window: int, longest_prompt: int) -> None:
+    """Run prompts up to a length and a step of every width.
 
     Args:
         model: attached.
         rows: of the batch.
         max_tokens: most tokens of a step.
         window: of the pool; raised to ``max_tokens`` if it is smaller.
-        prompts: lengths.
+        longest_prompt: tokens of the longest prompt that will come.
     """
     session = Session(model, Shape(rows, max_tokens, max(window, max_tokens), Greedy()))
     session.step.start(0, range(rows))
-    for length in prompts:
+    whole = [session.most_in_pieces + length for length in _LENGTHS]
+    for length in (1, *(length for length in whole if length <= longest_prompt)):
         session.cache.reset()
-        for _ in session.forward.prefill([[0] * length] * rows):
+        for _ in session.prefill([[0] * length] * rows):
             pass
     for width in sorted({padded_size(width, max_tokens) for width in range(1, max_tokens + 1)}):
         session.step.choose(list(range(rows)), [[0] * width] * rows, [0] * rows)

@@ -51,13 +51,14 @@ def score(
     """
     with ExitStack() as stack:
         stack.enter_context(attached(model))
+        stack.enter_context(torch.autocast(model.device.type, enabled=False))
         if model.device.type == "cuda":  # kernels go to the current device
             stack.enter_context(torch.cuda.device(model.device))
         vocab_size = model.get_output_embeddings().out_features
         texts = strip_padding(input_ids, attention_mask, vocab_size)
         cache = stack.enter_context(ReplayCache(model, 1, max_tokens=1, window=1, exact=exact))
         forward = Forward(model, cache)
-        logits = torch.zeros(*input_ids.shape, vocab_size, device=model.device)
+        logits = torch.zeros(*input_ids.shape, vocab_size, dtype=torch.float32, device=model.device)
         kept = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         for row, text in enumerate(texts):
             cache.reset()

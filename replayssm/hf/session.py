@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from replayssm.hf.attachment import attachment_of
+from replayssm.hf.attachment import Attachment, attachment_of, most_tokens
 from replayssm.hf.cache import ReplayCache
 from replayssm.hf.forward import Forward
 from replayssm.hf.graph import why_not
-from replayssm.hf.linear import JoinedProduct, RowProduct
 from replayssm.hf.sampling import Greedy, Gumbel
 from replayssm.hf.step import Step
 
+# Tokens of a piece of a prompt, which runs like a step, and most pieces: a longer prompt is one forward, many launches.
+_PIECE, _PIECES = 16, 64
+# Sessions that a model keeps: with and without drafts, say.
+_KEPT = 2
 _LOCK = threading.Lock()
 
 
@@ -49,81 +53,131 @@ class Session:
         shape: sizes and sampler.
 
     Attributes:
+        shape: as given.
         cache: the rows' cache.
-        forward: the model's forward over it, for prompts.
-        step: and for windows.
+        step: the model's forward over windows of it.
+        most_in_pieces: longest prompt that runs like steps; 0 where nothing can be captured anyway.
     """
 
     def __init__(self, model: PreTrainedModel, shape: Shape) -> None:
-        self._shape, self._addresses = shape, _addresses(model)
+        attachment = attachment_of(model)
+        assert attachment is not None
+        self.shape, self._identity = shape, _identity(model)
+        refused = why_not(model.base_model, model.device)
+        # Experts' weights are read once for a whole prompt.
+        by_graph = not refused and not attachment.routed
+        self._piece = min(_PIECE, shape.window, most_tokens(model, shape.exact)) if by_graph else 0
+        self.most_in_pieces = _PIECES * self._piece
         self.cache = ReplayCache(
-            model, shape.batch_size, max_tokens=shape.max_tokens, window=shape.window, exact=shape.exact
+            model,
+            shape.batch_size,
+            max_tokens=max(shape.max_tokens, self._piece),
+            window=shape.window,
+            exact=shape.exact,
         )
-        self.forward = Forward(model, self.cache)
-        refused = why_not(model.base_model, self.cache.pool.device)
-        self.step = Step(self.forward, self.cache, shape.sampler, refused)
+        self._forward = Forward(model, self.cache)
+        self.step = Step(self._forward, self.cache, shape.sampler, refused, shape.max_tokens)
 
-    def renew(self, model: PreTrainedModel, shape: Shape) -> bool:
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Tensor]]:
+        """Run the prompts of all rows; which way a prompt takes depends on its length alone.
+
+        Yields:
+            Rows and the logits of their last tokens ``[rows, 1, vocab]``, which what comes next may overwrite.
+        """
+        numbered = dict(enumerate(prompts))
+        short = {row: prompt for row, prompt in numbered.items() if len(prompt) <= self.most_in_pieces}
+        yield from self._forward.prefill({row: prompt for row, prompt in numbered.items() if row not in short})
+        yield from self.step.prompt(short, self._piece)
+        self.cache.traffic.count()
+
+    def renew(self, model: PreTrainedModel) -> bool:
         """Make ready for another generation with the weights that the model has now.
 
         Returns:
-            False when that takes a new session: another shape, or a graph would not find the weights.
+            False when that takes a new session, because a graph would not find the weights, say.
         """
-        refused = why_not(model.base_model, self.cache.pool.device)
-        if shape != self._shape or refused or self.step.graphs.refused or _addresses(model) != self._addresses:
-            return False
-        attachment = attachment_of(model)
+        attachment, graphs = attachment_of(model), self.step.graphs
         assert attachment is not None
+        if why_not(model.base_model, model.device) or _identity(model) != self._identity:
+            return False
         attachment.check_bypassed(model)
         self.cache.reset()
-        fresh = [attachment.family.prepare(mixer, False) for mixer in attachment.mixers]
-        return all(_take_over(old, new) for old, new in zip(self.cache.weights, fresh, strict=True))
+        follow = partial(self._follow_weights, attachment)
+        graph = graphs.find("weights", follow, nullcontext)
+        if graph is None:
+            follow()
+        else:
+            graph.replay()
+        return not graphs.refused
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of an attached model makes its own.
-        return type(None), ()
-
-
-def _take_over(old: Any, new: Any) -> bool:
-    """Bring what was computed from weights up to date where it lies; False where more than that has changed."""
-    for field in fields(old):
-        before, after = getattr(old, field.name), getattr(new, field.name)
-        if isinstance(before, Tensor):
-            if before.data_ptr() != after.data_ptr():  # else the weight itself
-                before.untyped_storage().copy_(after.untyped_storage(), non_blocking=False)
-        elif isinstance(before, (RowProduct, JoinedProduct, nn.Module)):  # these hold the weights themselves
-            if type(before) is not type(after):
-                return False
-        elif before != after:
-            return False
-    return True
+    def _follow_weights(self, attachment: Attachment) -> Tensor:
+        """Compute again what is computed from weights, where it lies."""
+        for weights, mixer in zip(self.cache.weights, attachment.mixers, strict=True):
+            for name, new in attachment.family.derive(mixer).items():
+                old = getattr(weights, name)
+                if old is not None and old.data_ptr() != new.data_ptr():  # else the weight itself
+                    old.untyped_storage().copy_(new.untyped_storage(), non_blocking=False)
+        return self.cache.slots
 
 
-def _addresses(model: PreTrainedModel) -> list[tuple[object, ...]]:
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return [(name, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) for name, tensor in tensors]
+def _identity(model: PreTrainedModel) -> list[tuple[object, ...]]:
+    """What its modules are and where their tensors lie; equal as long as graphs of the model are right."""
+    return [(type(module), *_settings(module), *_places(module)) for module in model.modules()]
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[object, ...]]:
+    """Numbers and names that a module was made with."""
+    for name, value in module.__dict__.items():
+        if name[0] == "_" or name == "training":
+            continue
+        each = value if isinstance(value, tuple) else (value,)
+        if all(isinstance(part, (int, float, str)) for part in each):
+            yield (name, *each)
+
+
+def _places(module: nn.Module) -> Iterator[tuple[object, ...]]:
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None:
+            yield name, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 @contextmanager
 def session(model: PreTrainedModel, shape: Shape) -> Iterator[Session]:
     """Have a session inside a ``with`` block, alone.
 
-    A model that was attached by ``attach`` keeps its newest session until it is detached, so that graphs need not be
+    A model that was attached by ``attach`` keeps its newest sessions until it is detached, so that graphs need not be
     captured again, as long as there are graphs to keep.
     """
     attachment = attachment_of(model)
     assert attachment is not None
+    kept: list[Session] = attachment.sessions
     with _LOCK:
-        found, attachment.session = attachment.session, None
-    if found is None or not found.renew(model, shape):
+        found = next((each for each in kept if each.shape == shape), None)
+        if found is not None:
+            kept.remove(found)
+    if found is None or not found.renew(model):
         found = None  # its memory is free before more is taken
-        found = Session(model, shape)
+        with _LOCK:
+            del kept[: len(kept) - _KEPT + 1]
+        found = _make(model, shape, kept)
     finished = False
     try:
         yield found
         finished = True
     finally:
         if finished and attachment.kept and not found.step.graphs.refused:
-            attachment.session = found
+            with _LOCK:
+                kept.append(found)
+                del kept[:-_KEPT]
         else:
             found.cache.close()
+
+
+def _make(model: PreTrainedModel, shape: Shape, kept: list[Session]) -> Session:
+    try:
+        return Session(model, shape)
+    except torch.OutOfMemoryError:
+        if not kept:
+            raise
+    kept.clear()  # behind the block, because the error holds what the failed one had
+    return Session(model, shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from replayssm.hf.forward import Forward
 from replayssm.hf.graph import Graphs
 from replayssm.hf.sampling import Greedy, Gumbel, signed_seed
 
-# What a row's tokens are followed by: place of the first choice, seed, request, and the commit that is owed.
+# What a row's tokens are followed by: place of the first choice (in a prompt, the last token's in the window), seed,
+# request, and the commit that is owed.
 _COLUMNS = 5
 
 
@@ -39,14 +40,17 @@ class Step:
         cache: selects the rows.
         sampler: how tokens are chosen.
         refused: why the steps cannot be captured, None if they can.
+        most: tokens of the widest window behind the prompts.
 
     Attributes:
         graphs: the captured steps.
-        replayed: steps that came from a graph since ``start``.
+        replayed: steps behind the prompts that came from a graph since ``start``.
     """
 
-    def __init__(self, forward: Forward, cache: ReplayCache, sampler: Greedy | Gumbel, refused: str | None) -> None:
-        self._forward, self._cache, self._sampler = forward, cache, sampler
+    def __init__(
+        self, forward: Forward, cache: ReplayCache, sampler: Greedy | Gumbel, refused: str | None, most: int
+    ) -> None:
+        self._forward, self._cache, self._sampler, self._most = forward, cache, sampler, most
         pool, on_gpu = cache.pool, cache.pool.device.type == "cuda"
         most = pool.num_slots * (pool.max_tokens + _COLUMNS)
         self._host = torch.zeros(most, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
@@ -75,7 +79,7 @@ class Step:
         Returns:
             Per row at least as many choices as its window has tokens; -1 where the scores allow none.
         """
-        chosen = self._run(self._choices, rows, windows, positions)
+        chosen = self._run(self._choices, rows, windows, positions, self._width(windows))
         if chosen.is_cuda:
             read = self._chosen[: chosen.numel()].view(chosen.shape)
             read.copy_(chosen, non_blocking=True)
@@ -85,7 +89,41 @@ class Step:
 
     def score(self, rows: Sequence[int], windows: Sequence[Sequence[int]], positions: Sequence[int]) -> Tensor:
         """Like ``choose``, but return the logits ``[rows, tokens, vocab]``, which the next step may overwrite."""
-        return self._run(self._scores, rows, windows, positions)
+        return self._run(self._scores, rows, windows, positions, self._width(windows))
+
+    def prompt(self, prompts: Mapping[int, Sequence[int]], width: int) -> Iterator[tuple[list[int], Tensor]]:
+        """Run prompts of empty rows window by window; yields rows and the logits of their last tokens.
+
+        Every window has one width, so there is one graph for prompts of all lengths, and a row's bits depend on no
+        other row.
+
+        Args:
+            prompts: by row.
+            width: of the windows.
+
+        Yields:
+            Rows, and ``[rows, 1, vocab]``, which the next step may overwrite.
+        """
+        self._cache.begin_in_windows(prompts)
+        rows, done = list(prompts), 0
+        while rows:
+            windows = [prompts[row][done : done + width] for row in rows]
+            counts = [len(window) for window in windows]
+            scores = self._run(self._last_scores, rows, windows, [count - 1 for count in counts], width)
+            self._cache.accept(counts)
+            done += width
+            ended = [place for place, row in enumerate(rows) if len(prompts[row]) <= done]
+            if ended:
+                yield (
+                    [rows[place] for place in ended],
+                    scores[: len(rows)] if len(ended) == len(rows) else scores[ended],
+                )
+            rows = [row for row in rows if len(prompts[row]) > done]
+        self.replayed = 0
+
+    def _width(self, windows: Sequence[Sequence[int]]) -> int:
+        width = max(map(len, windows))
+        return width if self.graphs.refused else padded_size(width, self._most)
 
     def _run(
         self,
@@ -93,11 +131,9 @@ class Step:
         rows: Sequence[int],
         windows: Sequence[Sequence[int]],
         positions: Sequence[int],
+        width: int,
     ) -> Tensor:
-        total, width = len(rows), max(map(len, windows))
-        if not self.graphs.refused:
-            pool = self._cache.pool
-            total, width = padded_size(total, pool.num_slots), padded_size(width, pool.max_tokens)
+        total = len(rows) if self.graphs.refused else padded_size(len(rows), self._cache.pool.num_slots)
         self._cache.select(rows, total)
         self._send(rows, windows, positions, total, width)
         graph = self.graphs.find(
@@ -137,9 +173,17 @@ class Step:
         return given[:, :width], given[:, width:].unbind(1)
 
     def _scores(self, total: int, width: int) -> Tensor:
+        return self._forward.score(self._begun(total, width))
+
+    def _last_scores(self, total: int, width: int) -> Tensor:
+        _, (places, *_) = self._columns(total, width)
+        return self._forward.score_one(self._begun(total, width), places)
+
+    def _begun(self, total: int, width: int) -> Tensor:
+        """The window's tokens, when what is owed of the window before has been committed."""
         ids, (_, _, _, seq_lens, kept) = self._columns(total, width)
         self._cache.commit(kept, seq_lens)
-        return self._forward.score(ids)
+        return ids
 
     def _choices(self, total: int, width: int) -> Tensor:
         _, (positions, seeds, requests, _, _) = self._columns(total, width)

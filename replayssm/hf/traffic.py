@@ -21,11 +21,15 @@ class Traffic:
     """
 
     def __init__(self, pool: ReplayPool) -> None:
-        self.verified = self.flushed = self.rows_read = self.rows_written = 0
         self._pool = pool
         chunks = [layer.chunk_size for layer in pool.layers if isinstance(layer, ExactMamba2Layer)]
         self._chunk_size = chunks[0] if chunks else None
         self.forget()
+        self.count()
+
+    def count(self) -> None:
+        """Count from here on."""
+        self.verified = self.flushed = self.rows_read = self.rows_written = 0
 
     def forget(self) -> None:
         """All rows are empty again; the counts stay."""

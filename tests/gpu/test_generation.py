@@ -112,7 +112,7 @@ def scores_of(model, refuse, monkeypatch):
         tokens = torch.Generator().manual_seed(2)
         session = Session(model, Shape(5, 4, 16, Greedy()))
         session.step.start(0, range(5))
-        logits = [logits.clone() for _, logits in session.forward.prefill(prompts)]
+        logits = [logits.clone() for _, logits in session.prefill(prompts)]
         for turn in range(24):
             rows = [0, 1, 2, 3, 4] if turn < 15 else [1, 3, 4] if turn < 20 else [3]
             lengths = [(1, 3, 4, 2)[(turn + row) % 4] if turn % 3 else 1 for row in rows]

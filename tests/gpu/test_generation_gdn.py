@@ -117,7 +117,7 @@ def scores_of(model, refuse, monkeypatch):
         prompts, tokens = make_prompts("next", (6, 3, 6, 40, 5), seed=4), torch.Generator().manual_seed(2)
         session = Session(model, Shape(5, 4, 9, Greedy()))
         session.step.start(0, range(5))
-        logits = [logits.clone() for _, logits in session.forward.prefill(prompts)]
+        logits = [logits.clone() for _, logits in session.prefill(prompts)]
         for turn in range(36):
             rows = [0, 1, 2, 3, 4] if turn < 18 else [1, 3, 4] if turn < 28 else [3]
             lengths = [(1, 3, 4, 2)[(turn + row) % 4] if turn % 3 else 1 for row in rows]

@@ -30,12 +30,13 @@ class Replayed:
 
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch):
-    """Keys in the order of the steps."""
-    keys = []
+    """Keys in the order of the steps behind the prompts."""
+    keys, others = [], []
 
     def find(self, key, function, recording):
-        keys.append(key)
-        return Replayed(function, recording) if keys.count(key) > 1 else None
+        found = others if key == "weights" or key[0] == "_last_scores" else keys
+        found.append(key)
+        return Replayed(function, recording) if found.count(key) > 1 else None
 
     monkeypatch.setattr("replayssm.hf.session.why_not", lambda *_: None)
     monkeypatch.setattr("torch.cuda.graph_pool_handle", lambda: (0, 1))
@@ -105,16 +106,21 @@ def test_a_draft_model_steps_alike(graphs):
 def test_an_attached_model_keeps_its_session(graphs):
     model, prompts = hf.attach(fresh_model()), make_prompts("biases", (6, 3, 9))
     first, _ = generate(model, prompts)
-    session = attachment_of(model).session
+    (session,) = attachment_of(model).sessions
     graphs_before = len(set(graphs))
     again, stats = generate(model, prompts)
-    assert again == first and attachment_of(model).session is session
+    assert again == first and attachment_of(model).sessions == [session]
     assert stats.graph_rounds == stats.rounds and len(set(graphs)) == graphs_before
+    # The two newest are kept.
+    generate(model, prompts, draft=None)
+    generate(model, prompts)
+    older, newer = attachment_of(model).sessions
+    assert newer is session and older.cache.pool is not session.cache.pool
     generate(model, prompts[:2])
-    assert attachment_of(model).session is not session
-    assert session.cache.pool is not attachment_of(model).session.cache.pool
+    newer, newest = attachment_of(model).sessions
+    assert newer is session and newest is not older
     twin = copy.deepcopy(model)
-    assert attachment_of(twin).session is None and generate(twin, prompts)[0] == first
+    assert attachment_of(twin).sessions == [] and generate(twin, prompts)[0] == first
     with pytest.raises(ValueError, match="3 numbers"):
         generate(model, prompts, request_ids=[0])
     hf.detach(model)
@@ -127,10 +133,10 @@ def test_a_generation_that_failed_leaves_no_session():
     def draft(token_ids, num_tokens):
         return torch.tensor([99])
 
-    generate(model, prompts)
+    generate(model, prompts, num_draft_tokens=4)  # as many as of a callable
     with pytest.raises(ValueError, match="expected token ids"):
         generate(model, prompts, draft=draft)
-    assert attachment_of(model).session is None
+    assert attachment_of(model).sessions == []
 
 
 def by_data(model):
@@ -172,7 +178,7 @@ def test_padding_leaves_the_other_slots_alone():
     model, prompts = hf.attach(fresh_model()), make_prompts("biases", (6, 3, 9, 2, 4))
     session = Session(model, Shape(5, 4, 8, Greedy()))
     session.step.start(0, range(5))
-    for _ in session.forward.prefill(prompts):
+    for _ in session.prefill(prompts):
         pass
     session.step.choose([0, 1, 2, 3, 4], [[5], [6, 7], [8], [9], [5]], [0] * 5)
     session.cache.accept([1, 2, 0, 2, 1])
@@ -277,7 +283,52 @@ def test_a_model_with_a_module_of_its_own_is_converted(as_on_a_gpu):
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("length", [63, 64, 65, 128, 131, 192, 200])
-def test_prompts_of_several_blocks(length):
+@pytest.mark.parametrize("pieces", [0, 64], ids=["whole", "pieces"])
+@pytest.mark.parametrize("length", [16, 17, 63, 64, 65, 131, 192])
+def test_prompts_of_several_blocks(length, pieces, monkeypatch):
+    monkeypatch.setattr("replayssm.hf.session._PIECES", pieces)
     (prompt,) = make_prompts("tied", (length,))
     assert generate(fresh_model("tied"), [prompt], max_new_tokens=12)[0] == [greedy_text("tied", prompt, 12)]
+
+
+@pytest.mark.parametrize("name", ["biases", "next"])
+def test_prompts_in_pieces(name, graphs, monkeypatch):
+    """Whole beside piecewise ones, rows that end before others, texts that outgrow the first buffers of keys."""
+    monkeypatch.setattr("replayssm.hf.session._PIECES", 5)
+    tiny = tiny_gdn if name == "next" else None
+    make, prompts_of = (tiny.fresh_model, tiny.make_prompts) if tiny else (fresh_model, make_prompts)
+    text_of = tiny.greedy_text if tiny else greedy_text
+    prompts = prompts_of(name, (40, 3, 70, 81, 16), 3)
+    model = hf.attach(make(name))
+    # Twice, the second time in rows and buffers that hold what the first one left.
+    for _ in range(2):
+        texts, stats = generate(model, prompts, num_draft_tokens=3)
+        assert texts == [text_of(name, prompt, COUNT) for prompt in prompts]
+        assert stats.new_tokens == COUNT * 5 and stats.accepted <= stats.drafted
+    assert stats.graph_rounds == stats.rounds
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_pieces_have_the_bits_of_the_row_alone(exact):
+    model, prompts = hf.attach(fresh_model()), make_prompts("biases", (40, 3, 70, 17, 16))
+
+    @torch.inference_mode()
+    def logits(some):
+        session = Session(model, Shape(len(some), 4, 16, Greedy(), exact))
+        session.step.start(0, range(len(some)))
+        found = {
+            row: scores.clone() for rows, each in session.prefill(some) for row, scores in zip(rows, each, strict=True)
+        }
+        assert session.step.replayed == session.cache.traffic.verified == 0
+        return [found[row] for row in range(len(some))]
+
+    for alone, together in zip(prompts, logits(prompts), strict=True):
+        assert torch.equal(logits([alone])[0], together)
+        if exact:
+            assert torch.equal(hf.score(model, torch.tensor([alone]), exact=True)[0, -1:], together)
+
+
+def test_bytes_are_those_of_one_generation():
+    model, prompts = hf.attach(fresh_model()), make_prompts("biases", (40, 3))
+    first, again = (generate(model, prompts)[1] for _ in range(2))
+    assert first.state_bytes_read == again.state_bytes_read > 0 and first.flushes == again.flushes

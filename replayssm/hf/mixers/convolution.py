@@ -56,7 +56,7 @@ def convolve_prompt(weights: Any, conv_in: Tensor) -> tuple[Tensor, Tensor]:
     """
     batch, tokens, channels = conv_in.shape
     history = weights.conv_weight.shape[1] - 1
-    rows = torch.zeros(batch, scratch_rows(history + tokens), channels, device=conv_in.device)
+    rows = conv_in.new_zeros(batch, scratch_rows(history + tokens), channels)
     start = torch.zeros(batch, dtype=torch.int32, device=conv_in.device)
     out = causal_conv1d_replay(
         rows, start, conv_in, weights.conv_weight, weights.conv_bias, activation=weights.activation

@@ -78,17 +78,24 @@ def prepare(mixer: Any, projections: Sequence[nn.Linear], order: Sequence[int] |
             as they are.
         pack: as of ``RowProduct``.
     """
-    bias = mixer.conv1d.bias
     return Weights(
         in_proj=JoinedProduct(projections, order, pack),
         out_proj=RowProduct(mixer.out_proj, pack),
         norm=in_one_launch(mixer.norm),
-        conv_weight=mixer.conv1d.weight.detach().float().squeeze(1).t().contiguous().t(),
-        conv_bias=None if bias is None else bias.detach().float(),
-        A_log=mixer.A_log.detach().float(),
-        dt_bias=mixer.dt_bias.detach().float(),
         activation="silu" if mixer.activation in ("silu", "swish") else None,
+        **derive(mixer),
     )
+
+
+def derive(mixer: Any) -> dict[str, Any]:
+    """The fields of ``Weights`` that are computed from parameters, or are parameters themselves."""
+    bias = mixer.conv1d.bias
+    return {
+        "conv_weight": mixer.conv1d.weight.detach().float().squeeze(1).t().contiguous().t(),
+        "conv_bias": None if bias is None else bias.detach().float(),
+        "A_log": mixer.A_log.detach().float(),
+        "dt_bias": mixer.dt_bias.detach().float(),
+    }
 
 
 def replay_forward(
@@ -155,7 +162,7 @@ def run_prompt(mixer: Any, weights: Weights, hidden_states: Tensor) -> tuple[Ten
     conv_in, gate, b, a = _project(mixer, weights, hidden_states)
     conv_out, conv_window = convolve_prompt(weights, conv_in)
     q, k, v = _heads(mixer, weights, conv_out)
-    state = torch.zeros(batch, *layer.state_sizes.values(), device=device)
+    state = torch.zeros(batch, *layer.state_sizes.values(), dtype=torch.float32, device=device)
     y = torch.empty_like(v)
     for parts in zip(*(each.split(MAX_TOKENS, 1) for each in (q, k, v, a, b, y)), strict=True):
         q_part, k_part, v_part, a_part, b_part, y_part = parts

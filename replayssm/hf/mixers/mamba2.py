@@ -81,21 +81,28 @@ class Weights:
 
 def prepare(mixer: Any, pack: bool) -> Weights:
     """Compute a mixer's ``Weights`` from the parameters it has now; ``pack`` is that of ``RowProduct``."""
-    heads, headdim, dstate = mixer.num_heads, mixer.head_dim, mixer.ssm_state_size
-    bias = mixer.conv1d.bias
     low, high = mixer.time_step_limit
     return Weights(
         in_proj=RowProduct(mixer.in_proj, pack),
         out_proj=RowProduct(mixer.out_proj, pack),
         norm=in_one_launch(mixer.norm),
-        conv_weight=mixer.conv1d.weight.detach().float().squeeze(1).t().contiguous().t(),
-        conv_bias=None if bias is None else bias.detach().float(),
-        A=(-torch.exp(mixer.A_log.detach().float()))[:, None, None].expand(heads, headdim, dstate),
-        D=mixer.D.detach().float()[:, None].expand(heads, headdim),
-        dt_bias=mixer.dt_bias.detach().float()[:, None].expand(heads, headdim),
         dt_limit=(float(low), float(high)),
         activation="silu" if mixer.activation in ("silu", "swish") else None,
+        **derive(mixer),
     )
+
+
+def derive(mixer: Any) -> dict[str, Any]:
+    """The fields of ``Weights`` that are computed from parameters, or are parameters themselves."""
+    heads, headdim, dstate = mixer.num_heads, mixer.head_dim, mixer.ssm_state_size
+    bias = mixer.conv1d.bias
+    return {
+        "conv_weight": mixer.conv1d.weight.detach().float().squeeze(1).t().contiguous().t(),
+        "conv_bias": None if bias is None else bias.detach().float(),
+        "A": (-torch.exp(mixer.A_log.detach().float()))[:, None, None].expand(heads, headdim, dstate),
+        "D": mixer.D.detach().float()[:, None].expand(heads, headdim),
+        "dt_bias": mixer.dt_bias.detach().float()[:, None].expand(heads, headdim),
+    }
 
 
 def replay_forward(

@@ -96,7 +96,7 @@ def run_prompt(
     conv_in, gate, dt = project(mixer, weights, hidden_states)
     conv_out, conv_window = convolve_prompt(weights, conv_in)
     x, _, B, C = split_inputs(mixer, weights, conv_out, dt, one_by_one=True)
-    state = torch.empty(batch, *layer.state_sizes.values(), device=device)
+    state = torch.empty(batch, *layer.state_sizes.values(), dtype=torch.float32, device=device)
     y = chunk_scan(
         x.flatten(0, 1),
         dt.flatten(0, 1),

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from replayssm.hf.mixers import gdn
-from replayssm.hf.mixers.gdn import Weights, layer_shape, replay_forward, run_prompt
+from replayssm.hf.mixers.gdn import Weights, derive, layer_shape, replay_forward, run_prompt
 
 __all__ = [
     "GATED",
@@ -16,6 +16,7 @@ __all__ = [
     "ROUTED",
     "Weights",
     "bypassed",
+    "derive",
     "layer_shape",
     "linears",
     "prepare",
