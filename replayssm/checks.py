@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, wraps
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -153,6 +153,54 @@ def check_integer(name: str, value: object) -> None:
     """Raise TypeError unless ``value`` is a whole number, in a compiled graph perhaps a symbolic one."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name}: expected an int, got {value!r} of type {type(value).__name__}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise TypeError unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected a bool, got {value!r} of type {type(value).__name__}")
+
+
+def check_number(name: str, value: object) -> None:
+    """Raise TypeError unless ``value`` is a number, in a compiled graph perhaps a symbolic one."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name}: expected a number, got {value!r} of type {type(value).__name__}")
+
+
+def check_sequence(name: str, value: object, what: str) -> None:
+    """Raise TypeError unless ``value`` is a list or tuple, or something like one, but no string."""
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise TypeError(f"{name}: expected a list of {what}, got {type(value).__name__}")
+
+
+def check_dt_options(dt_softplus: object, dt_limit: Any) -> None:
+    """Raise TypeError or ValueError unless the options of Mamba-2's time steps fit."""
+    check_flag("dt_softplus", dt_softplus)
+    pair = isinstance(dt_limit, tuple) and len(dt_limit) == 2
+    if not pair or not all(isinstance(bound, (int, float)) for bound in dt_limit):
+        raise TypeError(f"dt_limit: expected a pair of numbers, got {dt_limit!r}")
+    if not 0.0 <= dt_limit[0] <= dt_limit[1]:
+        raise ValueError(f"dt_limit: expected 0 <= lower <= upper, got {dt_limit}")
+
+
+def as_device(name: str, value: object) -> torch.device:
+    """The device that an argument names.
+
+    Raises:
+        TypeError: neither a device nor a name.
+        ValueError: a name of no device.
+    """
+    if not isinstance(value, (torch.device, str)):
+        raise TypeError(f"{name}: expected a torch.device or its name, got {value!r} of type {type(value).__name__}")
+    try:
+        device = torch.device(value)
+    except RuntimeError as error:
+        raise ValueError(f"{name}: expected a device of PyTorch, got {value!r}") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"{name}: expected a device of this machine, which has {torch.cuda.device_count()} for CUDA, got {value!r}"
+        )
+    return device
 
 
 def check_range(name: str, value: int, low: int, high: int, why: str = "") -> None:

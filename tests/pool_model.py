@@ -5,6 +5,7 @@ from dataclasses import fields
 import torch
 from torch.nn.functional import logsigmoid, normalize, silu, softplus
 
+from replayssm.batch_invariant_decode import BatchInvariantDecodeBuffers
 from replayssm.cache import GDNLayer, Mamba2Layer, ReplayPool
 from replayssm.conv import causal_conv1d_replay
 from replayssm.gdn_decode import gated_delta_rule_checkpointing
@@ -192,8 +193,11 @@ class History:
 def every_tensor(pool):
     """(name, tensor) of all that has a slot axis, found without the pool's own loop."""
     found = [(f"{i}.{name}", value) for i, each in enumerate(pool.buffers) for name, value in vars(each).items()]
+    for name, value in [*found]:
+        if isinstance(value, BatchInvariantDecodeBuffers):
+            found += [(f"{name}.{inner}", each) for inner, each in vars(value).items()]
     found += list(vars(pool.cursors).items())
-    return [(name, value) for name, value in found if value is not None]
+    return [(name, value) for name, value in found if isinstance(value, torch.Tensor)]
 
 
 def as_bytes(tensor):
@@ -247,7 +251,7 @@ def fill_pool(pool, seed=1):
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in every_tensor(pool):
         if tensor.dtype == torch.int32:
-            limit = {"ring_start": pool.ring_len, "num_live": 4, "conv_start": pool.conv_len, "last_accepted": 2}[name]
-            tensor.random_(0, limit, generator=generator)
+            limits = {"ring_start": pool.ring_len, "num_live": 4, "conv_start": pool.conv_len, "last_accepted": 2}
+            tensor.random_(0, limits.get(name, 2), generator=generator)
         else:
             tensor.view(torch.uint8).random_(0, 256, generator=generator)

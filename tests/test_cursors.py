@@ -28,10 +28,10 @@ def assert_unchanged(cursors, before):
         assert torch.equal(getattr(cursors, name), tensor), name
 
 
-def commit(cursors, slots, seq_lens, accepted, dtype=torch.int64, **sizes):
+def commit(cursors, slots, seq_len, accepted, dtype=torch.int64, **sizes):
     sizes = {"window": WINDOW, "ring_len": RING, "conv_len": CONV} | sizes
-    seq_lens = seq_lens if isinstance(seq_lens, int) else torch.tensor(seq_lens, dtype=dtype)
-    rule.commit(cursors, torch.tensor(slots, dtype=dtype), seq_lens, torch.tensor(accepted, dtype=dtype), **sizes)
+    seq_len = seq_len if isinstance(seq_len, int) else torch.tensor(seq_len, dtype=dtype)
+    rule.commit(cursors, torch.tensor(slots, dtype=dtype), seq_len, torch.tensor(accepted, dtype=dtype), **sizes)
 
 
 class ListModel:
@@ -117,26 +117,26 @@ def test_reset_touches_the_named_slots_only():
 
 
 @pytest.mark.parametrize(
-    "slots, seq_lens, accepted, message",
+    "slots, seq_len, accepted, message",
     [
-        ([1, 2], 4, [0, 0], r"seq_lens: expected 0 <= seq_lens <= 3 .*got 4"),
-        ([1, 2], -1, [0, 0], r"seq_lens: .*got -1"),
-        ([1, 2], [3, 4], [0, 0], r"seq_lens: expected values in 0..3, got 4 at \[1\]"),
-        ([1, 2], [3, -1], [0, 0], r"seq_lens: .*got -1 at \[1\]"),
+        ([1, 2], 4, [0, 0], r"seq_len: expected 0 <= seq_len <= 3 .*got 4"),
+        ([1, 2], -1, [0, 0], r"seq_len: .*got -1"),
+        ([1, 2], [3, 4], [0, 0], r"seq_len: expected values in 0..3, got 4 at \[1\]"),
+        ([1, 2], [3, -1], [0, 0], r"seq_len: .*got -1 at \[1\]"),
         ([1, 2], 2, [0, 3], r"num_accepted: expected values in 0..seq_len=2, got 3 at \[1\]"),
         ([1, 2], 2, [-1, 0], r"num_accepted: .*got -1 at \[0\]"),
         ([1, 2], [2, 0], [0, 1], r"num_accepted: expected values in 0..seq_len=0, got 1 at \[1\]"),
         ([1, 4], 2, [0, 0], r"slots: expected values below slots=4, got 4 at \[1\]"),
         ([2, 2], 2, [0, 0], r"slots: expected distinct slots, got 2 more than once"),
         ([1, 2], 2, [0], r"num_accepted: expected shape \[batch=2\], got \[1\]"),
-        ([1, 2], [2], [0, 0], r"seq_lens: expected shape \[batch=2\], got \[1\]"),
+        ([1, 2], [2], [0, 0], r"seq_len: expected shape \[batch=2\], got \[1\]"),
     ],
 )
-def test_wrong_values_change_nothing(slots, seq_lens, accepted, message):
+def test_wrong_values_change_nothing(slots, seq_len, accepted, message):
     cursors = make(ring_start=[3, 1, 2, 0], num_live=[1, 4, 3, 1])
     before = snapshot(cursors)
     with pytest.raises(ValueError, match=message):
-        commit(cursors, slots, seq_lens, accepted)
+        commit(cursors, slots, seq_len, accepted)
     assert_unchanged(cursors, before)
 
 
@@ -169,7 +169,7 @@ def test_reset_of_wrong_slots_changes_nothing(slots):
 
 
 def test_tokens_are_bounded_by_the_window_and_by_the_rest_of_the_ring():
-    with pytest.raises(ValueError, match="seq_lens: expected 0 <= seq_lens <= 2 "):
+    with pytest.raises(ValueError, match="seq_len: expected 0 <= seq_len <= 2 "):
         commit(make(), [0], 3, [1], window=2, ring_len=20)
-    with pytest.raises(ValueError, match="seq_lens: expected 0 <= seq_lens <= 1 "):
+    with pytest.raises(ValueError, match="seq_len: expected 0 <= seq_len <= 1 "):
         commit(make(), [0], 2, [1], window=5, ring_len=6)

@@ -100,7 +100,7 @@ def test_state_of_other_strides():
 @pytest.mark.parametrize(
     ("changes", "message", "error"),
     [
-        ({"dt_softplus": 1}, "dt_softplus: expected True or False, got 1", TypeError),
+        ({"dt_softplus": 1}, "dt_softplus: expected a bool, got 1 of type int", TypeError),
         ({"dt_limit": (1.0,)}, "dt_limit: expected a pair of numbers, got (1.0,)", TypeError),
         ({"dt_limit": (2.0, 1.0)}, "dt_limit: expected 0 <= lower <= upper, got (2.0, 1.0)", ValueError),
         ({"batch_indices": int32(0, 4)}, "batch_indices: expected values below slots=4, got 4 at [1]", ValueError),

@@ -128,9 +128,9 @@ def test_options():
     refuse(call, "backend: expected one of auto, simt, tensor_core, got 'tcgen05'", backend="tcgen05")
     refuse(call, "scale: expected a number or None, got '1'", TypeError, scale="1")
     refuse(call, "scale: expected a finite number, got nan", scale=float("nan"))
-    refuse(call, "use_qk_l2norm: expected True or False, got 1", TypeError, use_qk_l2norm=1)
-    refuse(call, "cache_replayssm: expected True or False, got 0", TypeError, cache_replayssm=0)
-    refuse(call, "disable_state_update: expected True or False, got 2", TypeError, disable_state_update=2)
+    refuse(call, "use_qk_l2norm: expected a bool, got 1", TypeError, use_qk_l2norm=1)
+    refuse(call, "cache_replayssm: expected a bool, got 0", TypeError, cache_replayssm=0)
+    refuse(call, "disable_state_update: expected a bool, got 2", TypeError, disable_state_update=2)
 
 
 def test_slots():
@@ -204,7 +204,7 @@ def test_recorded_options(function):
     refuse_recorded(function, "backend: expected a GPU of SM10x for 'tcgen05', got device cpu", backend="tcgen05")
     refuse_recorded(function, "null_block_id: expected -1 <= null_block_id", null_block_id=-2)
     refuse_recorded(function, "null_block_id: expected an int, got 1.0", TypeError, null_block_id=1.0)
-    refuse_recorded(function, "use_qk_l2norm: expected True or False, got None", TypeError, use_qk_l2norm=None)
+    refuse_recorded(function, "use_qk_l2norm: expected a bool, got None", TypeError, use_qk_l2norm=None)
 
 
 def test_commit_values_and_tracking():

@@ -255,7 +255,7 @@ def test_refused_numbers_and_values():
     })  # fmt: skip
     refuse(call, "backend: expected one of auto, simt, tensor_core, got None", backend=None)
     refuse(call, "scale: expected a number or None, got True", TypeError, scale=True)
-    refuse(call, "use_qk_l2norm: expected True or False, got 1", TypeError, use_qk_l2norm=1)
+    refuse(call, "use_qk_l2norm: expected a bool, got 1", TypeError, use_qk_l2norm=1)
     refuse(call, "pad_slot_id: expected an int, got None", TypeError, pad_slot_id=None)
     message = "state_batch_indices: expected values below slots=5, got 5 at [1]"
     refuse(call, message, state_batch_indices=torch.tensor([-1, 5]))

@@ -122,7 +122,7 @@ def test_no_tensor(name):
         ("pad_slot_id", (None, 1.5, "x", True), "an int"),
         ("max_window", (float(W), "x", True), "an int"),
         ("philox_rounds", (None, 1.5, True), "an int"),
-        ("dt_softplus", (None, 1, "x"), "True or False"),
+        ("dt_softplus", (None, 1, "x"), "a bool"),
         ("dt_limit", (None, 1.0, (1.0,), (0.0, 1.0, 2.0), "ab", (0, "x")), "a pair of numbers"),
     ],
 )

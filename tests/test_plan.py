@@ -103,7 +103,7 @@ def test_window_with_drafts():
         (lambda: snapshot_bytes([TINY], num_tokens=0), "num_tokens: .*got 0"),
         (lambda: Mamba2Layer(6, 3, 5, 4, 3), "nheads: expected a multiple of ngroups=4, got 6"),
         (lambda: Mamba2Layer(6, 3, 5, 2, 6), "conv_width: expected 2 <= conv_width <= 5, got 6"),
-        (lambda: Mamba2Layer(6, 0, 5, 2, 4), "headdim: expected at least 1, got 0"),
+        (lambda: Mamba2Layer(6, 0, 5, 2, 4), "headdim: expected 1 <= headdim <= 2147483647, got 0"),
         (lambda: Mamba2Layer(6, 3.0, 5, 2, 4), "headdim: expected an int, got 3.0"),
         (lambda: slot_bytes([TINY], window=65), "window: expected 1 <= window <= 64, got 65"),
         (lambda: snapshot_bytes([TINY], num_tokens=1.5), "num_tokens: expected an int, got 1.5"),

@@ -124,7 +124,7 @@ def test_chunk_size(chunk_size):
     ("changes", "message"),
     [
         ({"chunk_size": 16.0}, "chunk_size: expected an int, got 16.0"),
-        ({"dt_softplus": 1}, "dt_softplus: expected True or False, got 1"),
+        ({"dt_softplus": 1}, "dt_softplus: expected a bool, got 1 of type int"),
         ({"dt_limit": 3.0}, "dt_limit: expected a pair of numbers, got 3.0"),
     ],
 )

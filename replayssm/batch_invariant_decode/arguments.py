@@ -9,6 +9,7 @@ from torch import Tensor
 
 from replayssm.checks import (
     check_device,
+    check_dt_options,
     check_dtype,
     check_packed,
     check_separate,
@@ -16,7 +17,7 @@ from replayssm.checks import (
     check_tensor,
     once_per_layout,
 )
-from replayssm.ssd.arguments import INPUT_DTYPES, check_chunk_size, check_dt, check_groups, check_skip
+from replayssm.ssd.arguments import INPUT_DTYPES, check_chunk_size, check_groups, check_skip
 
 _INDEX = (torch.int32, torch.int64)
 _ROWS = {
@@ -137,7 +138,7 @@ def check_step(*arguments: Any) -> None:
     """
     tensors: dict[str, Tensor | None] = dict(zip((*_STEP, "D"), arguments, strict=False))
     max_tokens, dt_softplus, dt_limit = arguments[len(_STEP) + 1 :]
-    check_dt(dt_softplus, dt_limit)
+    check_dt_options(dt_softplus, dt_limit)
     state = tensors["ssm_state"]
     check_tensor("ssm_state", state)
     if state is not None and state.dtype != torch.float32:
@@ -202,7 +203,7 @@ def check_decode_rows(*arguments: Any) -> None:
     tensors: dict[str, Tensor | None] = dict(zip((*_FLAT, "D"), arguments, strict=False))
     chunk_size, dt_softplus, dt_limit = arguments[len(_FLAT) + 1 :]
     check_chunk_size(chunk_size)
-    check_dt(dt_softplus, dt_limit)
+    check_dt_options(dt_softplus, dt_limit)
     _check(_FLAT, tensors, _OPTIONAL)
 
 

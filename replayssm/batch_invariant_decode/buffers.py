@@ -9,7 +9,7 @@ from torch import Tensor
 
 from replayssm.batch_invariant_decode import ops
 from replayssm.batch_invariant_decode.arguments import check_refresh, check_store
-from replayssm.checks import check_dtype, check_range, check_shape
+from replayssm.checks import as_device, check_device, check_dtype, check_flag, check_range, check_shape
 from replayssm.ssd.arguments import INPUT_DTYPES, check_chunk_size
 
 _PER_SLOT = ("x", "z", "dt", "B", "C", "num_buffered", "ring_start", "shadow")
@@ -88,8 +88,8 @@ class BatchInvariantDecodeBuffers:
             shadow: keep a rounded copy of the state; for bf16 and fp16.
 
         Raises:
-            TypeError: a size is no whole number.
-            ValueError: a size is out of range, or dtype another.
+            TypeError: a size is no whole number, device none, or an option no bool.
+            ValueError: a size is out of range, or device or dtype another.
 
         Example:
             >>> b = BatchInvariantDecodeBuffers.allocate(3, 16, 4, 8, 2, 16, torch.device("cpu"), torch.float32)
@@ -111,8 +111,11 @@ class BatchInvariantDecodeBuffers:
             raise ValueError(f"ngroups: expected a divisor of nheads={nheads}, got {ngroups}")
         if dtype not in INPUT_DTYPES:
             raise ValueError(f"dtype: expected {' or '.join(str(d) for d in INPUT_DTYPES)}, got {dtype}")
+        check_flag("trimmed", trimmed)
+        check_flag("shadow", shadow)
         if shadow and dtype == torch.float32:
             raise ValueError("shadow: expected a dtype of 16 bits, since an fp32 state is read as it is")
+        device = as_device("device", device)
         rows = chunk_size if max_tokens == 1 else chunk_size + 2 * max_tokens - 1
         zeros = lambda *shape, kind=dtype: torch.zeros(max_requests, *shape, dtype=kind, device=device)  # noqa: E731
         per_lane = () if max_tokens == 1 else (max_tokens,)
@@ -235,4 +238,5 @@ class BatchInvariantDecodeBuffers:
         for name, tensor in (("batch_indices", batch_indices), ("num_accepted", num_accepted)):
             check_shape(name, tensor, "lanes", sizes)
             check_dtype(name, tensor, torch.int32, torch.int64)
+            check_device(name, tensor, self.num_buffered.device)
         ops.commit(self.num_buffered, batch_indices, num_accepted, self.max_tokens)

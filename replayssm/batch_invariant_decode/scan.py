@@ -78,6 +78,8 @@ def batch_invariant_decode_buffered_scan(
         >>> round(y[0, 0, 0, 0].item(), 4), y[1].abs().max().item(), buffers.num_buffered.tolist()
         (15.7953, 0.0, [0, 0, 3])
     """
+    if not isinstance(buffers, BatchInvariantDecodeBuffers):
+        raise TypeError(f"buffers: expected BatchInvariantDecodeBuffers, got {type(buffers).__name__}")
     dt_limit = tuple(dt_limit) if isinstance(dt_limit, list) else dt_limit
     rows = buffers.x, buffers.z, buffers.dt, buffers.B, buffers.C, buffers.num_buffered, buffers.ring_start
     check_step(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from replayssm.batch_invariant_decode import BatchInvariantDecodeBuffers
 from replayssm.cache.mamba2 import Mamba2Layer
 from replayssm.cache.records import check_dtypes
+from replayssm.checks import check_device, check_dtype, check_sequence, check_shape
 from replayssm.mamba.arguments import MAX_WINDOW
 from replayssm.ssd.arguments import check_chunk_size
 
@@ -101,6 +103,30 @@ class ExactMamba2Buffers:
             records=records,
             conv_rows=torch.zeros(num_slots, conv_len, layer.conv_channels, dtype=activation_dtype, device=device),
         )
+
+    def check_rows(self, rows: Any, n: int) -> None:
+        """Check the argument ``rows`` of ``ReplayPool.write_state`` for ``n`` slots.
+
+        Raises:
+            TypeError: not three tensors in a tuple or list.
+            ValueError: a shape, dtype or device does not fit, or a chunk or more.
+        """
+        check_sequence("rows", rows, "x, dt and B")
+        if len(rows) != 3:
+            raise ValueError(f"rows: expected x, dt and B, got {len(rows)} values")
+        _, _, nheads, headdim = self.records.x.shape
+        sizes = {"n": n, "nheads": nheads, "headdim": headdim}
+        sizes |= dict(zip(("ngroups", "dstate"), self.records.B.shape[2:], strict=True))
+        for index, spec in enumerate(("n r nheads headdim", "n r nheads", "n r ngroups dstate")):
+            name = f"rows[{index}]"
+            check_shape(name, rows[index], spec, sizes)
+            check_dtype(name, rows[index], torch.float32, torch.float64, torch.bfloat16, torch.float16)
+            check_device(name, rows[index], self.state.device)
+        if sizes["r"] >= self.records.chunk_size:
+            raise ValueError(
+                f"rows: expected those since the last chunk boundary, fewer than chunk_size={self.records.chunk_size}, "
+                f"got {sizes['r']}"
+            )
 
     def write_rows(self, slots: Tensor, x: Tensor, dt: Tensor, B: Tensor) -> None:
         """Store the rows of an unfinished chunk in slots that hold none.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from replayssm.cache.records import check_dtypes, check_sizes
+from replayssm.checks import check_range
 from replayssm.gdn_decode.arguments import FLOATS, MAX_DIM, MAX_TOKENS
 
 
@@ -24,7 +25,7 @@ class GDNLayer:
         use_qk_l2norm: whether the layer normalises queries and keys.
 
     Raises:
-        TypeError: a size that is no int.
+        TypeError: a size that is no int, or a ``use_qk_l2norm`` that is no bool.
         ValueError: a size out of range.
 
     Example:
@@ -40,10 +41,9 @@ class GDNLayer:
     use_qk_l2norm: bool = True
 
     def __post_init__(self) -> None:
-        check_sizes(self, "value_heads", "key_heads")
         for name in ("value_dim", "key_dim"):
-            if getattr(self, name) > MAX_DIM:
-                raise ValueError(f"{name}: expected at most {MAX_DIM}, got {getattr(self, name)}")
+            check_range(name, getattr(self, name), 1, MAX_DIM)
+        check_sizes(self, "value_heads", "key_heads")
 
     @property
     def conv_channels(self) -> int:

@@ -10,7 +10,7 @@ import torch
 from replayssm.cache.exact import ExactMamba2Buffers, ExactMamba2Layer
 from replayssm.cache.gdn import GDNBuffers, GDNLayer
 from replayssm.cache.mamba2 import Mamba2Buffers, Mamba2Layer
-from replayssm.checks import check_integer, check_range
+from replayssm.checks import check_integer, check_range, check_sequence
 from replayssm.mamba.arguments import MAX_WINDOW
 
 Layer = Mamba2Layer | ExactMamba2Layer | GDNLayer
@@ -64,9 +64,10 @@ def ring_lengths(layers: Sequence[Layer], window: int, max_tokens: int) -> tuple
         (ring_len, conv_len).
 
     Raises:
-        TypeError: a layer of no known kind, or a number of another type.
+        TypeError: no list, a layer of no known kind, or a number of another type.
         ValueError: no layer, not ``1 <= max_tokens <= window <= 64``, or more tokens than a layer's op takes.
     """
+    check_sequence("layers", layers, "layers")
     if not layers:
         raise ValueError("layers: expected at least one layer, got none")
     for layer in layers:

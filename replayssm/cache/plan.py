@@ -9,7 +9,7 @@ import torch
 
 from replayssm.cache.layers import Layer, allocate_buffers, ring_lengths
 from replayssm.cache.records import tensors_of
-from replayssm.checks import check_range
+from replayssm.checks import check_number, check_range
 from replayssm.cursors import Cursors
 from replayssm.mamba.arguments import MAX_WINDOW
 
@@ -61,7 +61,7 @@ def slot_bytes(
         activation_dtype: type of the rings.
 
     Raises:
-        ValueError: as the pool does.
+        TypeError, ValueError: as the pool does.
 
     Example:
         A Mamba-2 layer of Nemotron-H with fp32 states and bf16 activations: 12.5 % above the bare state.
@@ -145,6 +145,7 @@ def state_traffic(
         activation_dtype: type of the rings.
 
     Raises:
+        TypeError: a number of another type.
         ValueError: ``num_tokens`` not in 1..window, ``mean_accepted`` not in 1..num_tokens.
 
     Example:
@@ -154,7 +155,9 @@ def state_traffic(
         >>> {name: round(count / 2**20, 2) for name, count in moved.per_token().items()}
         {'ordinary': 8.0, 'snapshots': 6.67, 'replay': 1.68}
     """
+    check_range("window", window, 1, MAX_WINDOW)
     check_range("num_tokens", num_tokens, 1, window, f"window={window}")
+    check_number("mean_accepted", mean_accepted)
     if not 1 <= mean_accepted <= num_tokens:
         raise ValueError(f"mean_accepted: expected 1 <= mean_accepted <= num_tokens={num_tokens}, got {mean_accepted}")
     state, row = _state_and_row(layers, state_dtype, activation_dtype)

@@ -14,9 +14,18 @@ from replayssm.cache.gdn import GDNLayer
 from replayssm.cache.layers import Layer, allocate_buffers, ring_lengths
 from replayssm.cache.mamba2 import Mamba2Buffers
 from replayssm.cache.materialize import Materializer
-from replayssm.cache.records import tensors_of
+from replayssm.cache.records import MAX_SIZE, as_plain, tensors_of
 from replayssm.cache.slots import CapacityError, Slots, SlotTable, check_integers
-from replayssm.checks import check_device, check_dtype, check_integer, check_range, check_shape, checked_mode
+from replayssm.checks import (
+    as_device,
+    check_device,
+    check_dtype,
+    check_flag,
+    check_range,
+    check_sequence,
+    check_shape,
+    checked_mode,
+)
 from replayssm.cursors import Cursors
 from replayssm.rounding import encode
 
@@ -87,10 +96,10 @@ class ReplayPool:
         seed: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        check_integer("num_slots", num_slots)
+        check_range("num_slots", num_slots, 1, MAX_SIZE)
         check_range("seed", seed, -(1 << 63), (1 << 63) - 1)
-        if num_slots < 1:
-            raise ValueError(f"num_slots: expected at least 1, got {num_slots}")
+        check_flag("stochastic_rounding", stochastic_rounding)
+        check_sequence("layers", layers, "layers")
         if stochastic_rounding and state_dtype == torch.float32:
             raise ValueError("stochastic_rounding: expected a state_dtype that is rounded, got torch.float32")
         self.layers = list(layers)
@@ -100,7 +109,7 @@ class ReplayPool:
             )
         self.ring_len, self.conv_len = ring_lengths(self.layers, window, max_tokens)
         self.num_slots, self.window, self.max_tokens = num_slots, window, max_tokens
-        self.device = torch.device(device)
+        self.device = as_device("device", device)
         with torch.inference_mode(False):  # a pool made in inference mode can be written outside of it
             self.buffers = [
                 allocate_buffers(
@@ -128,6 +137,7 @@ class ReplayPool:
 
     def can_allocate(self, n: int) -> bool:
         """Whether ``allocate(n)`` and a fork of n slots would succeed."""
+        check_range("n", n, 0, MAX_SIZE)
         return n <= self.num_free
 
     def allocate(self, n: int = 1) -> Tensor:
@@ -222,11 +232,13 @@ class ReplayPool:
         for name, tensor in (("state", state), ("conv_window", conv_window)):
             check_dtype(name, tensor, torch.float32, torch.float64, torch.bfloat16, torch.float16)
             check_device(name, tensor, buffers.state.device)
+        if isinstance(buffers, ExactMamba2Buffers):
+            buffers.check_rows(rows, slots.numel())
         if self._reads_values() and any(bool(cursor[slots].any()) for _, cursor in self._cursor_fields()):
             raise ValueError("slots: expected slots without live rows (reset them first), got some in use by tokens")
         # Detached: a prefill that records gradients must not hang its graph on the pool.
         codes, scale = encode(state.detach().float(), buffers.state.dtype)
-        _as_plain(buffers.state)[slots] = _as_plain(codes)
+        as_plain(buffers.state)[slots] = as_plain(codes)
         if scale is not None and isinstance(buffers, Mamba2Buffers) and buffers.state_scale is not None:
             buffers.state_scale[slots] = scale
         buffers.conv_rows[slots, :history] = conv_window.detach().transpose(1, 2).to(buffers.conv_rows.dtype)
@@ -246,11 +258,11 @@ class ReplayPool:
         """
         slots = self._table.resolve("slots", slots, padding=True)
         num_accepted = self._integers("num_accepted", num_accepted)
-        seq_lens = seq_len if isinstance(seq_len, int) else self._integers("seq_len", seq_len)
+        seq_len = seq_len if isinstance(seq_len, int) else self._integers("seq_len", seq_len)
         cursor_rule.commit(
             self.cursors,
             slots,
-            seq_lens,
+            seq_len,
             num_accepted,
             window=self.window,
             ring_len=self.ring_len,
@@ -340,13 +352,11 @@ class ReplayPool:
             yield field.name, getattr(self.cursors, field.name)
 
     def _take(self, n: int) -> Tensor:
-        check_integer("n", n)
-        if n < 0:
-            raise ValueError(f"n: expected at least 0, got {n}")
+        check_range("n", n, 0, MAX_SIZE)
         return self._table.take(n)
 
     def _zero(self, slots: Tensor) -> None:
-        plain = [_as_plain(tensor) for _, tensor in self._slotted()]
+        plain = [as_plain(tensor) for _, tensor in self._slotted()]
         if slots.numel() == self.num_slots:
             for dtype in {tensor.dtype for tensor in plain}:  # few launches, where there would be some per layer
                 torch._foreach_zero_([tensor for tensor in plain if tensor.dtype == dtype])
@@ -356,7 +366,7 @@ class ReplayPool:
 
     def _copy(self, src: Tensor, dst: Tensor) -> None:
         for _, tensor in self._slotted():
-            plain = _as_plain(tensor)
+            plain = as_plain(tensor)
             plain.index_copy_(0, dst, plain.index_select(0, src))
 
     def _reads_values(self) -> bool:
@@ -378,11 +388,6 @@ class ReplayPool:
                 )
             if target in src[:index] or target in src[index + 1 :]:
                 raise ValueError(f"dst_slots: expected no slot that another request reads, got {target}")
-
-
-def _as_plain(tensor: Tensor) -> Tensor:
-    """The same bytes in a type that can be indexed: 8-bit floats are seen as integers."""
-    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
 def _check_same_length(src: Tensor, dst: Tensor) -> None:

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replayssm.checks import check_integer
+from replayssm.checks import check_flag, check_range
 
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Slots and places inside of one are int32 in kernels.
+MAX_SIZE = (1 << 31) - 1
 
 
 def check_sizes(layer: Any, heads: str, groups: str) -> None:
-    """Check a layer's numbers: all its int fields, and that one number of heads divides another.
+    """Check a layer's fields, int or bool, and that one number of heads divides another.
 
     Args:
         layer: dataclass with a ``conv_width``.
@@ -23,15 +25,15 @@ def check_sizes(layer: Any, heads: str, groups: str) -> None:
         groups: that other one.
 
     Raises:
-        TypeError: a size that is no int.
+        TypeError: a field of another type.
         ValueError: a size out of range.
     """
     for each in fields(layer):
-        if each.type != "int":
-            continue
-        check_integer(each.name, getattr(layer, each.name))
-        if getattr(layer, each.name) < 1:
-            raise ValueError(f"{each.name}: expected at least 1, got {getattr(layer, each.name)}")
+        value = getattr(layer, each.name)
+        if each.type == "bool":
+            check_flag(each.name, value)
+        else:
+            check_range(each.name, value, 1, MAX_SIZE)
     if getattr(layer, heads) % getattr(layer, groups):
         expected = f"a multiple of {groups}={getattr(layer, groups)}"
         raise ValueError(f"{heads}: expected {expected}, got {getattr(layer, heads)}")
@@ -61,3 +63,8 @@ def tensors_of(buffers: Any, part: str = "") -> Iterator[tuple[str, str, Tensor]
             yield each.name, belongs, value
         elif is_dataclass(value):
             yield from tensors_of(value, belongs)
+
+
+def as_plain(tensor: Tensor) -> Tensor:
+    """The same bytes in a type that can be indexed: 8-bit floats are seen as integers."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor

@@ -67,10 +67,11 @@ def reset(cursors: Cursors, slots: Tensor) -> None:
         slots: int32 or int64 ``[n]``, no padding.
 
     Raises:
-        TypeError: ``slots`` is no tensor.
+        TypeError: no ``Cursors``, or ``slots`` is no tensor.
         ValueError: wrong shape, dtype or device; on the CPU and in the checked mode also a slot out of range. Nothing
             has been written then.
     """
+    _check_cursors(cursors)
     check_shape("slots", slots, "n", {})
     check_dtype("slots", slots, torch.int32, torch.int64)
     check_device("slots", slots, cursors.num_live.device)
@@ -83,19 +84,19 @@ def reset(cursors: Cursors, slots: Tensor) -> None:
 def commit(
     cursors: Cursors,
     slots: Tensor,
-    seq_lens: Tensor | int,
+    seq_len: Tensor | int,
     num_accepted: Tensor,
     *,
     window: int,
     ring_len: int,
     conv_len: int,
 ) -> None:
-    """Keep the first ``num_accepted`` of the ``seq_lens`` rows that a verify just wrote.
+    """Keep the first ``num_accepted`` of the ``seq_len`` rows that a verify just wrote.
 
     Args:
         cursors: written in place, for the given slots only.
         slots: int32 or int64 ``[batch]``, distinct; a negative slot is padding and nothing of it is read or written.
-        seq_lens: tokens that the verify scored, one number or integer ``[batch]``, at most ``window`` and at most
+        seq_len: tokens that the verify scored, one number or integer ``[batch]``, at most ``window`` and at most
             ``ring_len - window``; 0 changes nothing.
         num_accepted: int32 or int64 ``[batch]``, in ``0..seq_len``.
         window: the pool's window, at least 1.
@@ -103,7 +104,7 @@ def commit(
         conv_len: rows of the convolution's ring.
 
     Raises:
-        TypeError: an argument is no tensor or no number.
+        TypeError: no ``Cursors``, or an argument is no tensor or no number.
         ValueError: wrong shape, dtype or device, or a number out of range; on the CPU and in the checked mode also an
             element out of range or a slot named twice. Nothing has been written then.
 
@@ -114,26 +115,27 @@ def commit(
         >>> cursors.num_live.tolist(), cursors.conv_start.tolist()
         ([0, 3], [0, 3])
     """
+    _check_cursors(cursors)
     check_range("window", window, 1, _MOST_ROWS)
     check_range("ring_len", ring_len, window + 1, _MOST_ROWS, f"window={window} and a token")
     check_range("conv_len", conv_len, 1, _MOST_ROWS)
     most = min(window, ring_len - window)
-    _check(cursors, slots, seq_lens, num_accepted, most)
+    _check(cursors, slots, seq_len, num_accepted, most)
     if slots.device.type == "cpu" or checked_mode():
-        _check_contents(cursors, slots, seq_lens, num_accepted, most)
-    if not isinstance(seq_lens, Tensor) and seq_lens == 0:
+        _check_contents(cursors, slots, seq_len, num_accepted, most)
+    if not isinstance(seq_len, Tensor) and seq_len == 0:
         return
     every = tuple(getattr(cursors, field.name) for field in fields(cursors))
     run = _commit
     if slots.is_cuda and all(each.is_contiguous() for each in every) and not torch.compiler.is_compiling():
         run = importlib.import_module("replayssm.cursors.kernels").commit  # loads Triton
-    run(every, slots, seq_lens, num_accepted, window, ring_len, conv_len)
+    run(every, slots, seq_len, num_accepted, window, ring_len, conv_len)
 
 
 def _commit(
     cursors: tuple[Tensor, ...],
     slots: Tensor,
-    seq_lens: Tensor | int,
+    seq_len: Tensor | int,
     num_accepted: Tensor,
     window: int,
     ring_len: int,
@@ -142,10 +144,10 @@ def _commit(
     live = slots >= 0
     slots = slots.clamp(min=0).long()
     accepted = num_accepted.to(torch.int32)
-    if isinstance(seq_lens, Tensor):
-        live = live & (seq_lens > 0)
+    if isinstance(seq_len, Tensor):
+        live = live & (seq_len > 0)
     before = ring_start, num_live, conv_start, _ = tuple(each[slots] for each in cursors)
-    folded = folded_rows(num_live, seq_lens, window)
+    folded = folded_rows(num_live, seq_len, window)
     after = (
         (ring_start + folded) % ring_len,
         num_live + accepted - folded,
@@ -157,24 +159,29 @@ def _commit(
         each.index_add_(0, slots, torch.where(live, new - old, 0).to(torch.int32))
 
 
-def _check(cursors: Cursors, slots: Tensor, seq_lens: Tensor | int, num_accepted: Tensor, most: int) -> None:
+def _check_cursors(cursors: object) -> None:
+    if not isinstance(cursors, Cursors):
+        raise TypeError(f"cursors: expected Cursors, got {type(cursors).__name__}")
+
+
+def _check(cursors: Cursors, slots: Tensor, seq_len: Tensor | int, num_accepted: Tensor, most: int) -> None:
     sizes: dict[str, int] = {}
     check_shape("slots", slots, "batch", sizes)
     check_shape("num_accepted", num_accepted, "batch", sizes)
     named = {"slots": slots, "num_accepted": num_accepted}
-    if isinstance(seq_lens, Tensor):
-        check_shape("seq_lens", seq_lens, "batch", sizes)
-        named["seq_lens"] = seq_lens
+    if isinstance(seq_len, Tensor):
+        check_shape("seq_len", seq_len, "batch", sizes)
+        named["seq_len"] = seq_len
     else:
-        check_range("seq_lens", seq_lens, 0, most, "the window, and what the ring holds beside it")
+        check_range("seq_len", seq_len, 0, most, "the window, and what the ring holds beside it")
     for name, tensor in named.items():
         check_dtype(name, tensor, torch.int32, torch.int64)
         check_device(name, tensor, cursors.num_live.device)
 
 
-def _check_contents(cursors: Cursors, slots: Tensor, seq_lens: Tensor | int, num_accepted: Tensor, most: int) -> None:
+def _check_contents(cursors: Cursors, slots: Tensor, seq_len: Tensor | int, num_accepted: Tensor, most: int) -> None:
     num_slots, seen = cursors.num_live.shape[0], set()
-    lengths = seq_lens.tolist() if isinstance(seq_lens, Tensor) else [seq_lens] * len(slots)
+    lengths = seq_len.tolist() if isinstance(seq_len, Tensor) else [seq_len] * len(slots)
     for row, (slot, length, accepted) in enumerate(zip(slots.tolist(), lengths, num_accepted.tolist(), strict=True)):
         if slot < 0:
             continue
@@ -183,7 +190,7 @@ def _check_contents(cursors: Cursors, slots: Tensor, seq_lens: Tensor | int, num
         if slot in seen:
             raise ValueError(f"slots: expected distinct slots, got {slot} more than once")
         if not 0 <= length <= most:
-            raise ValueError(f"seq_lens: expected values in 0..{most}, got {length} at [{row}]")
+            raise ValueError(f"seq_len: expected values in 0..{most}, got {length} at [{row}]")
         if not 0 <= accepted <= length:
             raise ValueError(f"num_accepted: expected values in 0..seq_len={length}, got {accepted} at [{row}]")
         seen.add(slot)

@@ -11,6 +11,7 @@ from torch import Tensor
 from replayssm.checks import (
     check_device,
     check_dtype,
+    check_flag,
     check_packed,
     check_range,
     check_separate,
@@ -99,7 +100,7 @@ def check_verify(*arguments: Any) -> None:
     update, caches, scale, norm, backend = arguments[len(_VERIFY) :]
     buffer, scatter = tensors["intermediate_states_buffer"], tensors["ssm_state_indices"]
     for name, value in (("disable_state_update", update), ("cache_replayssm", caches), ("use_qk_l2norm", norm)):
-        _check_bool(name, value)
+        check_flag(name, value)
     _check_modes(tensors, update, caches)
     sizes = _check_tensors(tensors, _VERIFY)
     state, window = tensors["initial_state"], tensors["replayssm_rawv"]
@@ -172,7 +173,7 @@ def check_recorded(*arguments: Any) -> None:
         absent = "track_state_indices" if slots is None else "track_steps"
         raise ValueError(f"{absent}: expected both of track_state_indices and track_steps or neither, got None")
     check_range("null_block_id", null_block_id, -1, (1 << 31) - 1)
-    _check_bool("use_qk_l2norm", norm)
+    check_flag("use_qk_l2norm", norm)
     _check_sizes("rawv_cache", sizes, MAX_TOKENS if indices.get("ring_start") is None else MAX_WINDOW + MAX_TOKENS)
     _check_backend(backend, tensors["checkpoint_state"].device)
 
@@ -206,7 +207,7 @@ def check_checkpointing(*arguments: Any) -> int:
             f"state_batch_indices: expected indices for batch={sizes['batch']} > slots={sizes['slots']}, got None"
         )
     check_range("pad_slot_id", pad, -(1 << 63), (1 << 63) - 1)
-    _check_bool("use_qk_l2norm", norm)
+    check_flag("use_qk_l2norm", norm)
     _check_sizes("q", sizes, MAX_TOKENS)
     _check_options(scale, backend)
     T, ring_len = sizes["T"], sizes["ring_len"]
@@ -253,11 +254,6 @@ def _check_sizes(name: str, sizes: dict[str, int], most_tokens: int) -> None:
     check_range("T", sizes["T"], 1, most_tokens, f"tokens in {name}")
     for axis in ("K", "V"):
         check_range(axis, sizes[axis], 1, MAX_DIM)
-
-
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}: expected True or False, got {value!r}")
 
 
 def _check_options(scale: object, backend: object) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,13 +11,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from replayssm.cache import ReplayPool
-from replayssm.checks import check_integer, check_range
+from replayssm.cache.records import MAX_SIZE
+from replayssm.checks import check_flag, check_integer, check_range
 from replayssm.hf.attachment import attachment_of
 from replayssm.hf.attention import KeyValueRows
 from replayssm.hf.body import Body, with_head
 from replayssm.hf.fixed_cache import FixedCache, UnattachedLayer
 from replayssm.hf.linear import RowProduct, may_pack
-from replayssm.hf.options import check_flag, integers
+from replayssm.hf.options import integers
 from replayssm.hf.traffic import Traffic
 
 
@@ -83,7 +83,7 @@ class ReplayCache(FixedCache):
         if attachment is None:
             raise ValueError("model: expected an attached model; call replayssm.hf.attach(model) first")
         attachment.check_bypassed(model)
-        check_range("batch_size", batch_size, 1, sys.maxsize)
+        check_range("batch_size", batch_size, 1, MAX_SIZE)
         family, mixers = attachment.exact_family() if exact else attachment.family, attachment.mixers
         super().__init__(layers=[UnattachedLayer() for _ in mixers])
         self.name = attachment.cache_name
@@ -112,8 +112,6 @@ class ReplayCache(FixedCache):
         self._slots = self.pool.allocate(batch_size)
         # Host copies of what the next forward needs, so that no device value is read back.
         self._lengths = [0] * batch_size
-        # Empty rows whose first forward is no prefill but a window.
-        self._begun: set[int] = set()
         self._pending = 0
         # Whether the newest forward has not run all layers.
         self._unfinished = False
@@ -136,15 +134,16 @@ class ReplayCache(FixedCache):
             total: rows of the forwards, ``len(rows)..batch_size``; those behind the selected ones are padding, of which
                 nothing gets into the pool. None: no padding.
         """
-        self.accept()
         # Nearly always what it was; only other rows are looked at.
         if isinstance(rows, list) and rows == self._rows and (total or len(rows)) == self.slots.shape[0]:
+            self.accept()
             return
         chosen = integers("rows", rows)
         total = len(chosen) if total is None else total
-        if len(set(chosen)) != len(chosen) or not all(0 <= row < len(self._lengths) for row in chosen):
+        if not chosen or len(set(chosen)) != len(chosen) or not all(0 <= row < len(self._lengths) for row in chosen):
             raise ValueError(f"rows: expected distinct numbers in 0..{len(self._lengths) - 1}, got {chosen}")
         check_range("total", total, len(chosen), len(self._lengths))
+        self.accept()
         self._rows = chosen
         self.slots = self._selectable[:total]
         self.slots[: len(chosen)] = self._slots[chosen]
@@ -193,7 +192,7 @@ class ReplayCache(FixedCache):
             raise ValueError(f"input_ids: expected {self.slots.shape[0]} rows as the ReplayCache has, got {batch}")
         if not seq_len:
             raise ValueError("input_ids: expected at least one token, got none")
-        new = [self._lengths[row] == 0 and row not in self._begun for row in self._rows]
+        new = [self._lengths[row] == 0 for row in self._rows]
         if all(new):
             self._prompts = True
             self.pool.reset(self.slots)
@@ -310,17 +309,6 @@ class ReplayCache(FixedCache):
         if self._attention is not None:
             self._attention.commit(self.slots, num_accepted)
 
-    def begin_in_windows(self, prompts: Mapping[int, Sequence[int]]) -> None:
-        """Let rows that nothing was written to since they were reset begin with windows in place of a prefill.
-
-        Args:
-            prompts: by row what is to come, for which there is room made at once: places must not change between the
-                windows of a prompt, or each would take a graph of its own.
-        """
-        self._begun.update(prompts)
-        if self._attention is not None:
-            self._attention.reserve(max(map(len, prompts.values()), default=0) + self.pool.max_tokens)
-
     def _reserve(self) -> None:
         """Make room for the next forward already, so that ``layout`` is known before it."""
         if self._attention is not None:
@@ -375,7 +363,6 @@ class ReplayCache(FixedCache):
         if self._attention is not None:
             self._attention.reset()
         self._lengths = [0] * len(self._lengths)
-        self._begun.clear()
         self.traffic.forget()
         if self._owed is not None:
             self.defer_commits()

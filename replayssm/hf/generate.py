@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
 
-from replayssm.checks import check_integer, check_range
+from replayssm.checks import check_flag, check_integer, check_range
 from replayssm.hf.attach import attached, check_model
 from replayssm.hf.attachment import most_tokens
 from replayssm.hf.draft_model import ModelDrafter
@@ -21,7 +21,6 @@ from replayssm.hf.drafts import CallableDrafter, Drafter, DraftFunction, LookupD
 from replayssm.hf.loop import Decoder
 from replayssm.hf.options import (
     callables,
-    check_flag,
     check_mode,
     check_seed,
     check_streamer,
@@ -145,6 +144,9 @@ def generate(
             "temperature, top_k and top_p need do_sample=True; greedy decoding takes the most likely token"
         )
     check_flag("return_stats", return_stats)
+    check_streamer(streamer)
+    if streamer is not None and isinstance(input_ids, Tensor):
+        streamer.put(input_ids.cpu())
     sequences, stats = _run(
         model,
         input_ids,
@@ -158,7 +160,6 @@ def generate(
         rules=rules,
         pad_token_id=pad_token_id if pad_token_id is not None else min(ends, default=0),
         streamer=streamer,
-        prompt_is_shown=False,
         window=window,
         exact=exact,
     )
@@ -242,7 +243,6 @@ def custom_generate(
         rules=rules,
         pad_token_id=0 if pad is None else int(pad),
         streamer=_streamer_of_caller(model),
-        prompt_is_shown=True,
         window=window,
         exact=exact,
     )
@@ -294,7 +294,6 @@ def _run(
     rules: Rules,
     pad_token_id: int,
     streamer: Any,
-    prompt_is_shown: bool,
     window: int,
     exact: bool,
 ) -> tuple[Tensor, GenerationStats]:
@@ -304,10 +303,8 @@ def _run(
     check_range("num_draft_tokens", num_draft_tokens, 0, _MOST_DRAFT_TOKENS)
     check_range("max_new_tokens", rules.max_new_tokens, 1, sys.maxsize)
     check_range("window", window, 1, _MOST_DRAFT_TOKENS + 1)
-    check_streamer(streamer)
     with ExitStack() as stack:
         stack.enter_context(attached(model))
-        stack.enter_context(torch.autocast(model.device.type, enabled=False))  # everything is computed in fp32
         most = most_tokens(model, exact) - 1
         check_range("num_draft_tokens", num_draft_tokens, 0, most, "what the model's layers verify")
         _check_hooks("model", model)
@@ -331,7 +328,6 @@ def _run(
             num_draft_tokens=num_draft_tokens if not isinstance(drafter, NoDrafts) else 0,
             window=window,
             streamer=streamer,
-            shown=None if streamer is None or prompt_is_shown else input_ids.cpu(),
             pad_token_id=pad_token_id,
             exact=exact,
         ).run()

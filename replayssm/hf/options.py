@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import GenerationMode
 
-from replayssm.checks import check_range
+from replayssm.checks import check_range, check_tensor
 
 # The noise has a 64-bit key and a 32-bit word for the request.
 _MOST_SEED = 2**64 - 1
@@ -22,12 +22,15 @@ def integers(name: str, values: object) -> list[int]:
 
     Raises:
         TypeError: anything else.
+        ValueError: a tensor that holds nothing.
 
     Example:
         >>> import torch
         >>> integers("eos_token_id", 3), integers("eos_token_id", torch.tensor([3, 5]))
         ([3], [3, 5])
     """
+    if isinstance(values, Tensor):
+        check_holds(name, values, "an int or several")
     found: Any = values.flatten().tolist() if isinstance(values, Tensor) else values
     each: list[Any] = (
         [found] if isinstance(found, Integral) else list(found) if isinstance(found, Iterable) else [found]
@@ -37,10 +40,11 @@ def integers(name: str, values: object) -> list[int]:
     return [int(number) for number in each]
 
 
-def check_flag(name: str, value: object) -> None:
-    """Raise unless an option is True or False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}: expected a bool, got {value!r} of type {type(value).__name__}")
+def check_holds(name: str, tensor: Tensor, what: str) -> None:
+    """Raise TypeError or ValueError unless a tensor has values to be read."""
+    check_tensor(name, tensor)
+    if tensor.is_meta:
+        raise ValueError(f"{name}: expected {what}, got a tensor on device 'meta', which holds none")
 
 
 def check_seed(seed: int) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from replayssm.checks import check_dtype, check_shape
+from replayssm.hf.options import check_holds
 
 
 def strip_padding(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> list[list[int]]:
@@ -26,17 +27,17 @@ def strip_padding(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: 
     sizes: dict[str, int] = {}
     check_shape("input_ids", input_ids, "batch length", sizes)
     check_dtype("input_ids", input_ids, torch.int64, torch.int32)
-    if input_ids.is_meta:
-        raise ValueError("input_ids: expected token ids, got a tensor on device 'meta', which holds none")
+    check_holds("input_ids", input_ids, "token ids")
     if not sizes["batch"]:
         raise ValueError("input_ids: expected at least one row, got none")
     rows = input_ids.tolist()
     masks: list[list[int]] = [[1] * sizes["length"]] * sizes["batch"]
     if attention_mask is not None:
         check_shape("attention_mask", attention_mask, "batch length", sizes)
+        check_holds("attention_mask", attention_mask, "ones and zeros")
         if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
             raise ValueError("attention_mask: expected 1 at tokens and 0 at padding, got another value")
-        masks = attention_mask.int().tolist()
+        masks = attention_mask.ne(0).int().tolist()
     prompts = []
     for number, (row, mask) in enumerate(zip(rows, masks, strict=True)):
         if 1 not in mask:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from replayssm.checks import (
     check_device,
+    check_dt_options,
     check_dtype,
     check_packed,
     check_range,
@@ -132,15 +133,9 @@ def _check_tensors(tensors: dict[str, Tensor | None]) -> dict[str, int]:
 
 
 def _check_options(dt_softplus: object, pad_slot_id: int, philox_rounds: int, dt_limit: Any) -> None:
-    if not isinstance(dt_softplus, bool):
-        raise TypeError(f"dt_softplus: expected True or False, got {dt_softplus!r}")
+    check_dt_options(dt_softplus, dt_limit)
     check_range("pad_slot_id", pad_slot_id, -(1 << 63), (1 << 63) - 1)
     check_range("philox_rounds", philox_rounds, 0, MAX_PHILOX_ROUNDS, "0 rounds to nearest")
-    pair = isinstance(dt_limit, tuple) and len(dt_limit) == 2
-    if not pair or not all(isinstance(bound, (int, float)) for bound in dt_limit):
-        raise TypeError(f"dt_limit: expected a pair of numbers, got {dt_limit!r}")
-    if not 0.0 <= dt_limit[0] <= dt_limit[1]:
-        raise ValueError(f"dt_limit: expected 0 <= lower <= upper, got {dt_limit}")
 
 
 def _check_layout(name: str, tensor: Tensor) -> None:

@@ -7,7 +7,16 @@ import math
 import torch
 from torch import Tensor
 
-from replayssm.checks import check_device, check_dtype, check_packed, check_separate, check_shape, once_per_layout
+from replayssm.checks import (
+    check_device,
+    check_dtype,
+    check_flag,
+    check_number,
+    check_packed,
+    check_separate,
+    check_shape,
+    once_per_layout,
+)
 from replayssm.custom_op import define
 from replayssm.dispatch import implementation
 
@@ -61,7 +70,7 @@ def rms_norm(
         ``out``.
 
     Raises:
-        TypeError: an argument is no tensor.
+        TypeError: an argument is no tensor, no number or no bool.
         ValueError: wrong shape, dtype, device, strides or number. Nothing has been written then.
         NotImplementedError: no implementation for this device.
 
@@ -70,7 +79,7 @@ def rms_norm(
         >>> rms_norm(torch.tensor([[3.0, -4.0]]), torch.tensor([1.0, 2.0]), eps=0.0).mul(12.5**0.5).tolist()
         [[3.0, -8.0]]
     """
-    _check(x, weight, gate, eps, offset, out)
+    _check(x, weight, gate, eps, offset, gate_first, out)
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _op(out, x, weight, gate, float(eps), float(offset), gate_first)
@@ -78,7 +87,9 @@ def rms_norm(
 
 
 @once_per_layout
-def _check(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, offset: float, out: Tensor | None) -> None:
+def _check(
+    x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, offset: float, gate_first: bool, out: Tensor | None
+) -> None:
     sizes: dict[str, int] = {}
     check_shape("x", x, "rows channels", sizes)
     check_shape("weight", weight, "channels", sizes)
@@ -97,5 +108,8 @@ def _check(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, offset: f
         check_separate("out", out, 1)
     if not 1 <= sizes["channels"] <= _MOST_CHANNELS:
         raise ValueError(f"x: expected 1 to {_MOST_CHANNELS} channels, got {sizes['channels']}")
+    check_number("eps", eps)
+    check_number("offset", offset)
+    check_flag("gate_first", gate_first)
     if not (eps >= 0 and math.isfinite(eps) and math.isfinite(offset)):
         raise ValueError(f"eps, offset: expected finite numbers, eps not negative, got {eps} and {offset}")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from replayssm.checks import (
     check_device,
+    check_dt_options,
     check_dtype,
     check_integer,
     check_packed,
@@ -55,17 +56,6 @@ def check_chunk_size(chunk_size: object) -> None:
         raise ValueError(f"chunk_size: expected {SMALLEST_CHUNK}..{LARGEST_CHUNK}, got {chunk_size}")
 
 
-def check_dt(dt_softplus: object, dt_limit: Any) -> None:
-    """Raise TypeError or ValueError unless the options of dt fit."""
-    if not isinstance(dt_softplus, bool):
-        raise TypeError(f"dt_softplus: expected True or False, got {dt_softplus!r}")
-    pair = isinstance(dt_limit, tuple) and len(dt_limit) == 2
-    if not pair or not all(isinstance(bound, (int, float)) for bound in dt_limit):
-        raise TypeError(f"dt_limit: expected a pair of numbers, got {dt_limit!r}")
-    if not 0.0 <= dt_limit[0] <= dt_limit[1]:
-        raise ValueError(f"dt_limit: expected 0 <= lower <= upper, got {dt_limit}")
-
-
 def check_skip(D: Tensor, sizes: dict[str, int]) -> None:
     """Raise unless D is one number per head or per element."""
     check_tensor("D", D)
@@ -95,7 +85,7 @@ def check_chunk_scan(*arguments: Any) -> None:
     tensors: dict[str, Tensor | None] = dict(zip(ORDER, arguments, strict=False))
     chunk_size, dt_softplus, dt_limit = arguments[len(ORDER) :]
     check_chunk_size(chunk_size)
-    check_dt(dt_softplus, dt_limit)
+    check_dt_options(dt_softplus, dt_limit)
     sizes = {"chunk_size": chunk_size}
     x, cu_seqlens = tensors["x"], tensors["cu_seqlens"]
     check_tensor("x", x)
