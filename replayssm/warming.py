@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,9 +20,6 @@ from replayssm.gdn_decode import gated_delta_rule_checkpointing
 from replayssm.mamba import checkpointing_ssu
 from replayssm.mamba.arguments import MAX_WINDOW
 
-# Lengths of prompts that meet every kernel of a prefill in blocks of 64 tokens: full blocks and what remains, few rows
-# and many.
-_PROMPTS = (64, 1, 3, 16, 17, 32, 33, 48, 1000)
 _MOST_BATCH = 1 << 20
 
 
@@ -48,6 +46,7 @@ def warmup(
     tokens: Sequence[int] | None = None,
     batch: Sequence[int] = (1,),
     window: int = 16,
+    longest_prompt: int = 1024,
     parameter_dtype: torch.dtype = torch.float32,
     index_dtype: torch.dtype = torch.int64,
     conv_bias: bool = True,
@@ -73,6 +72,8 @@ def warmup(
             look-up drafts.
         batch: requests of a step. The tile depends on it roughly: name the smallest and the largest, and some between.
         window: of the generations, with a model; a pool has its own.
+        longest_prompt: tokens of the longest prompt of the generations. Those above 1024 tokens, and all of models with
+            experts, take kernels of their own, which make the warm-up several times as long.
         parameter_dtype: type of A, D and dt_bias (of A_log and dt_bias), for a pool; float32, bfloat16 or float16.
         index_dtype: type of the slot numbers that will be passed with a pool, int32 or int64.
         conv_bias: whether the convolution of the pool's layers has a bias.
@@ -101,6 +102,7 @@ def warmup(
     check_sequence("tokens", tokens, "ints")
     check_sequence("batch", batch, "ints")
     check_range("window", window, 1, MAX_WINDOW)
+    check_range("longest_prompt", longest_prompt, 1, sys.maxsize)
     check_flag("conv_bias", conv_bias)
     check_flag("with_z", with_z)
     for count in batch:
@@ -112,7 +114,7 @@ def warmup(
         if dtype not in allowed:
             raise ValueError(f"{name}: expected {' or '.join(map(str, allowed))}, got {dtype}")
     if not is_pool:
-        return _model_warmup(target, tokens, batch, window)
+        return _model_warmup(target, tokens, batch, window, longest_prompt)
     for count in tokens:
         check_range("tokens", count, 1, target.max_tokens, "the pool's max_tokens")
     if target.device.type == "cpu":
@@ -129,7 +131,7 @@ def warmup(
     return done
 
 
-def _model_warmup(model: Any, tokens: Sequence[int], batch: Sequence[int], window: int) -> Warmup:
+def _model_warmup(model: Any, tokens: Sequence[int], batch: Sequence[int], window: int, longest_prompt: int) -> Warmup:
     # Imported here, because pools are used without transformers.
     from replayssm.hf.attach import attached, check_model
     from replayssm.hf.rehearsal import rehearse
@@ -142,7 +144,7 @@ def _model_warmup(model: Any, tokens: Sequence[int], batch: Sequence[int], windo
     with attached(model), _counted(model.device) as done:
         for rows in batch:
             for count in tokens:
-                rehearse(model, rows, count, window, _PROMPTS)
+                rehearse(model, rows, count, window, longest_prompt)
     return done
 
 

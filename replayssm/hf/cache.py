@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -112,6 +112,8 @@ class ReplayCache(FixedCache):
         self._slots = self.pool.allocate(batch_size)
         # Host copies of what the next forward needs, so that no device value is read back.
         self._lengths = [0] * batch_size
+        # Empty rows whose first forward is no prefill but a window.
+        self._begun: set[int] = set()
         self._pending = 0
         # Whether the newest forward has not run all layers.
         self._unfinished = False
@@ -192,7 +194,7 @@ class ReplayCache(FixedCache):
             raise ValueError(f"input_ids: expected {self.slots.shape[0]} rows as the ReplayCache has, got {batch}")
         if not seq_len:
             raise ValueError("input_ids: expected at least one token, got none")
-        new = [self._lengths[row] == 0 for row in self._rows]
+        new = [self._lengths[row] == 0 and row not in self._begun for row in self._rows]
         if all(new):
             self._prompts = True
             self.pool.reset(self.slots)
@@ -309,6 +311,17 @@ class ReplayCache(FixedCache):
         if self._attention is not None:
             self._attention.commit(self.slots, num_accepted)
 
+    def begin_in_windows(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        """Let rows that nothing was written to since they were reset begin with windows in place of a prefill.
+
+        Args:
+            prompts: by row what is to come, for which there is room made at once: places must not change between the
+                windows of a prompt, or each would take a graph of its own.
+        """
+        self._begun.update(prompts)
+        if self._attention is not None:
+            self._attention.reserve(max(map(len, prompts.values()), default=0) + self.pool.max_tokens)
+
     def _reserve(self) -> None:
         """Make room for the next forward already, so that ``layout`` is known before it."""
         if self._attention is not None:
@@ -363,6 +376,7 @@ class ReplayCache(FixedCache):
         if self._attention is not None:
             self._attention.reset()
         self._lengths = [0] * len(self._lengths)
+        self._begun.clear()
         self.traffic.forget()
         if self._owed is not None:
             self.defer_commits()

@@ -144,9 +144,6 @@ def generate(
             "temperature, top_k and top_p need do_sample=True; greedy decoding takes the most likely token"
         )
     check_flag("return_stats", return_stats)
-    check_streamer(streamer)
-    if streamer is not None and isinstance(input_ids, Tensor):
-        streamer.put(input_ids.cpu())
     sequences, stats = _run(
         model,
         input_ids,
@@ -160,6 +157,7 @@ def generate(
         rules=rules,
         pad_token_id=pad_token_id if pad_token_id is not None else min(ends, default=0),
         streamer=streamer,
+        prompt_is_shown=False,
         window=window,
         exact=exact,
     )
@@ -243,6 +241,7 @@ def custom_generate(
         rules=rules,
         pad_token_id=0 if pad is None else int(pad),
         streamer=_streamer_of_caller(model),
+        prompt_is_shown=True,
         window=window,
         exact=exact,
     )
@@ -294,6 +293,7 @@ def _run(
     rules: Rules,
     pad_token_id: int,
     streamer: Any,
+    prompt_is_shown: bool,
     window: int,
     exact: bool,
 ) -> tuple[Tensor, GenerationStats]:
@@ -303,8 +303,10 @@ def _run(
     check_range("num_draft_tokens", num_draft_tokens, 0, _MOST_DRAFT_TOKENS)
     check_range("max_new_tokens", rules.max_new_tokens, 1, sys.maxsize)
     check_range("window", window, 1, _MOST_DRAFT_TOKENS + 1)
+    check_streamer(streamer)
     with ExitStack() as stack:
         stack.enter_context(attached(model))
+        stack.enter_context(torch.autocast(model.device.type, enabled=False))  # everything is computed in fp32
         most = most_tokens(model, exact) - 1
         check_range("num_draft_tokens", num_draft_tokens, 0, most, "what the model's layers verify")
         _check_hooks("model", model)
@@ -328,6 +330,7 @@ def _run(
             num_draft_tokens=num_draft_tokens if not isinstance(drafter, NoDrafts) else 0,
             window=window,
             streamer=streamer,
+            shown=None if streamer is None or prompt_is_shown else input_ids.cpu(),
             pad_token_id=pad_token_id,
             exact=exact,
         ).run()
