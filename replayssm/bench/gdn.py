@@ -254,11 +254,9 @@ def _verify_plot(rows: list[Row]) -> Plot:
         if len({row["batch"] for row in at}) < 4:
             continue
         series = []
-        for backend in BACKENDS:
-            ours = over_floor(
-                [row for row in at if row["backend"] == backend], "batch", {"us": f"replayssm, {backend}"}
-            )
-            series += [replace(curve, ours=backend == "tensor_core") for curve in ours]
+        for backend in reversed(BACKENDS):
+            own = [row for row in at if row["backend"] == backend]
+            series += over_floor(own, "batch", {"us": f"replayssm, {backend}"})
         first = [row for row in at if row["backend"] == at[0]["backend"]]
         series += over_floor(first, "batch", {"flashinfer_frozen_us": "FlashInfer", "fla_us": "fla"})
         panels.append(Panel(f"T = {tokens}", series))

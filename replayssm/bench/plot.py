@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from replayssm.bench import Row
 
-_OURS, _LIMIT = "#1b6ca8", "#d98324"
+_OURS, _LIMIT = ("#1b6ca8", "#7db3dc"), "#d98324"
 _PEERS = ("#9aa5b1", "#5f6b7a", "#c3cad3")
 
 
@@ -20,7 +21,7 @@ class Series:
         label: its name in the legend.
         x: places on the horizontal axis; for bars, their names.
         y: values.
-        ours: drawn in the colour of this library, others in shades of grey.
+        ours: drawn in a colour of this library, others in shades of grey.
     """
 
     label: str
@@ -101,11 +102,11 @@ def draw(plot: Plot, folder: Path) -> Path:
     if plot.bars:
         width = max(2.75, 0.35 * max(len(series.x) for panel in plot.panels for series in panel.series))
     figure, panels = plt.subplots(1, count, figsize=(width * count, 3.3), sharey=True, squeeze=False)
+    colours = _colours(plot)
     for axes, panel in zip(panels[0], plot.panels, strict=True):
-        greys = iter(_PEERS)
         thickness = 0.8 / len(panel.series)
         for number, series in enumerate(panel.series):
-            colour = _OURS if series.ours else next(greys)
+            colour = colours[series.label]
             if plot.bars:
                 places = [place + (number + 0.5) * thickness - 0.4 for place in range(len(series.x))]
                 axes.bar(places, series.y, thickness, color=colour, label=series.label)
@@ -120,7 +121,10 @@ def draw(plot: Plot, folder: Path) -> Path:
         axes.set_xlabel(plot.x_label)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0][0].set_ylabel(plot.y_label)
-    panels[0][-1].legend(frameon=False, fontsize=8)
+    known = {
+        label: handle for axes in panels[0] for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    panels[0][-1].legend(known.values(), known, frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     figure.suptitle(plot.title, fontsize=10, y=1.02)
     path = folder / f"{plot.name}.png"
     figure.savefig(path, dpi=130, bbox_inches="tight")
@@ -128,10 +132,18 @@ def draw(plot: Plot, folder: Path) -> Path:
     return path
 
 
+def _colours(plot: Plot) -> dict[str, str]:
+    """One colour for each label, in all panels."""
+    shades = {True: itertools.cycle(_OURS), False: itertools.cycle(_PEERS)}
+    labels = {series.label: series.ours for panel in plot.panels for series in panel.series}
+    return {label: next(shades[ours]) for label, ours in labels.items()}
+
+
 def _logarithmic(axes, panel: Panel) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
     places = sorted({place for series in panel.series for place in series.x})
     axes.set_xscale("log", base=2)
-    axes.set_xticks(places, map(str, places), fontsize=7)
+    crowded = len(places) > 6
+    axes.set_xticks(places, ["" if crowded and number % 2 else str(p) for number, p in enumerate(places)], fontsize=7)
     axes.minorticks_off()
     axes.set_yscale("log", base=2)
     highest = max((value for series in panel.series for value in series.y), default=1)
