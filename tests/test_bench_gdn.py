@@ -10,6 +10,7 @@ import torch
 
 from replayssm.bench import BadOption, Options, gdn_buffers, gdn_peers
 from replayssm.bench import gdn as family
+from replayssm.bench import plot as plot_module
 from replayssm.bench.timing import Timer
 from replayssm.cli import main
 
@@ -168,8 +169,10 @@ def test_a_picture_of_four_batches():
     (plot,) = family.plots({"gdn": rows})
     (panel,) = plot.panels
     assert [(series.label, list(series.y)) for series in panel.series] == [
-        ("replayssm, simt", [2.0] * 4), ("replayssm, tensor_core", [2.0] * 4), ("FlashInfer", [3.0] * 4),
+        ("replayssm, tensor_core", [2.0] * 4), ("replayssm, simt", [2.0] * 4), ("FlashInfer", [3.0] * 4),
     ]  # fmt: skip
+    colours = plot_module._colours(plot)
+    assert len(set(colours.values())) == 3 and colours["FlashInfer"] in plot_module._PEERS
     (plot,) = family.plots({"gdn": [row for row in rows if row["backend"] == "tensor_core"]})
     assert [series.label for series in plot.panels[0].series] == ["replayssm, tensor_core", "FlashInfer"]
     assert family.plots({}) == []
