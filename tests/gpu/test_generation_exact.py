@@ -59,6 +59,19 @@ def test_logits_are_those_of_one_forward(dtype):
                 assert torch.equal(recorded.logits[tuple(text[:place])], whole[place - 1]), (draft, place)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_of_the_model_itself(dtype):
+    model = hf.attach(fresh_model("biases").to("cuda", dtype))
+    ids = torch.tensor(make_prompts("biases", (40, 40)), device="cuda")
+    whole = hf.score(model, ids, exact=True)
+    with torch.no_grad(), hf.ReplayCache(model, 2, max_tokens=6, exact=True) as cache:
+        for first, end, taken_back in ((0, 13, 0), (13, 19, 4), (15, 21, 0), (21, 22, 0), (22, 28, 6), (22, 26, 0)):
+            logits = model(ids[:, first:end], **{cache.name: cache}).logits
+            assert torch.equal(logits, whole[:, first:end]), (first, end)
+            if taken_back:
+                cache.crop(-taken_back)
+
+
 def test_a_session_is_used_again():
     model = hf.attach(fresh_model("biases").to("cuda"))
     ids = torch.arange(1, 20, device="cuda")[None]

@@ -62,6 +62,20 @@ def test_same_text_on_the_cpu_and_with_drafts(name, lengths, seed):
     check_against_the_cpu(name, lengths, (3,), seed)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_model_itself_with_a_cache(dtype):
+    """Its head is ours too: activations are fp32 whatever the weights are stored as."""
+    model, ids = fresh_model("next").to(dtype), torch.tensor(make_prompts("next", (30, 30)))
+    expected = hf.score(model, ids)
+    hf.attach(model.cuda())
+    with torch.no_grad(), hf.ReplayCache(model, 2, max_tokens=5) as cache:
+        for first, end, taken_back in ((0, 13, 0), (13, 18, 3), (15, 20, 0), (20, 21, 0)):
+            logits = model(ids[:, first:end].cuda(), **{cache.name: cache}).logits
+            torch.testing.assert_close(logits.cpu(), expected[:, first:end], atol=1e-4, rtol=1e-4)
+            if taken_back:
+                cache.crop(-taken_back)
+
+
 def test_experts_that_read_nothing_back_are_captured():
     model = fresh_model("next_moe")
     ids, mask = padded_batch("next_moe", (3,))
