@@ -90,10 +90,14 @@ class KeyValueRows:
         self._rows, self._in_place = slots % (self._batch_size + 1), in_place
         positions = self._lengths[self._rows].unsqueeze(1) + torch.arange(tokens, device=self._device)
         self._positions = positions
+        self._extent = self.extent(longest)
+        return _arguments(positions, self._mask(positions, self._extent))
+
+    def extent(self, longest: int) -> int:
+        """Keys of every row that the attention of a window looks at, when no row is longer than ``longest`` with it."""
         # Shapes that a graph has captured must not change; elsewhere it is a pity to look at empty room.
         on_cpu = self._device.type == "cpu"
-        self._extent = min(self.capacity, -(-longest // _CAPACITY) * _CAPACITY) if on_cpu else self.capacity
-        return _arguments(positions, self._mask(positions, self._extent))
+        return min(self.capacity, -(-longest // _CAPACITY) * _CAPACITY) if on_cpu else self.capacity
 
     def _mask(self, positions: Tensor, extent: int) -> Tensor:
         """Which of the first ``extent`` keys count for the queries at ``positions`` ``[rows, tokens]``."""
@@ -144,6 +148,10 @@ class KeyValueRows:
     def bytes(self) -> int:
         """Bytes of all keys and values."""
         return sum(tensor.nbytes for pair in self._layers.values() for tensor in pair)
+
+    def bytes_per_key(self) -> int:
+        """Bytes of one key and its value, all layers."""
+        return sum(tensor[0, :, 0].nbytes for pair in self._layers.values() for tensor in pair)
 
 
 def _arguments(positions: Tensor, mask: Tensor | None) -> dict[str, Any]:

@@ -95,7 +95,6 @@ class ReplayCache(FixedCache):
             device=model.device,
         )
         self._prompts = False
-        self.traffic = Traffic(self.pool)
         self._family, self._model = family, model.base_model
         pack = may_pack(attachment.linears)
         self.weights = [family.prepare(mixer, pack) for mixer in mixers]
@@ -109,6 +108,7 @@ class ReplayCache(FixedCache):
                 f"those of this model on '{model.device}' do not; on a CPU torch.set_num_threads(1) usually helps"
             )
         self._attention = KeyValueRows(batch_size, model.device, attachment.adds_masks) if attachment.attends else None
+        self.traffic = Traffic(self.pool, self._attention)
         self._slots = self.pool.allocate(batch_size)
         # Host copies of what the next forward needs, so that no device value is read back.
         self._lengths = [0] * batch_size
@@ -151,6 +151,9 @@ class ReplayCache(FixedCache):
         self.slots[: len(chosen)] = self._slots[chosen]
         self.slots[len(chosen) :] = -1
         self._in_place = chosen == list(range(len(self._lengths)))
+
+    def _longest(self) -> int:
+        return max(self._lengths[row] for row in self._rows)
 
     def _check_usable(self) -> None:
         if not self._slots.numel():
@@ -208,9 +211,10 @@ class ReplayCache(FixedCache):
         else:
             self._prompts = False
             self._pending = seq_len
-            self.traffic.verify(self._rows, seq_len)
         for row in self._rows:
             self._lengths[row] += seq_len
+        if not self._prompts:
+            self.traffic.verify(self._rows, seq_len, self._longest())
         if self._prompts:  # a window has its room since the accept before it, and graphs of it count on the places
             self._reserve()
 
@@ -234,8 +238,7 @@ class ReplayCache(FixedCache):
         if self._attention is not None and prompts:
             arguments |= self._attention.begin_prompts(self.slots, tokens)
         elif self._attention is not None:
-            longest = max(self._lengths[row] for row in self._rows)
-            arguments |= self._attention.begin_window(self.slots, tokens, longest, self._in_place)
+            arguments |= self._attention.begin_window(self.slots, tokens, self._longest(), self._in_place)
         self._unfinished = not self._recording
         out = self._body.run(arguments, one_by_one=not prompts)
         self._unfinished = False

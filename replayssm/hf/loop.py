@@ -220,6 +220,7 @@ class Decoder:
     def _stats(self, held: Session, seconds: float, prefill_seconds: float) -> GenerationStats:
         cache, step = held.cache, held.step
         read, written = cache.traffic.moved_bytes()
+        key_value_bytes, keys_read, keys_written = cache.traffic.key_value_bytes()
         lengths = zip(self._rows.texts, self._rows.prompt_lens, strict=True)
         return GenerationStats(
             new_tokens=sum(len(text) - start for text, start in lengths),
@@ -232,6 +233,9 @@ class Decoder:
             slot_bytes=cache.pool.bytes_per_slot(),
             state_bytes_read=read,
             state_bytes_written=written,
+            key_value_bytes=key_value_bytes,
+            key_value_bytes_read=keys_read,
+            key_value_bytes_written=keys_written,
             flushes=cache.traffic.flushed,
             graph_rounds=step.replayed,
             eager_because=step.graphs.refused,

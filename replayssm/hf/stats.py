@@ -20,6 +20,10 @@ class GenerationStats:
         slot_bytes: the part of one row.
         state_bytes_read: checkpoint and ring bytes that the verifies read, all layers.
         state_bytes_written: checkpoint and ring bytes that they wrote.
+        key_value_bytes: memory of the keys and values of attention layers, 0 without such.
+        key_value_bytes_read: what of it the verifies' attention looked at: the room of each row up to a multiple of 64
+            behind the longest one, on a GPU all of it. A mask hides the rest of it, but it is read.
+        key_value_bytes_written: what of it they wrote.
         flushes: checkpoints written after the prefill, counted once for all layers.
         graph_rounds: rounds that were replayed from a CUDA graph; a shape is captured the second time that it comes.
         eager_because: why no round could be, None if some could.
@@ -36,6 +40,9 @@ class GenerationStats:
     slot_bytes: int
     state_bytes_read: int
     state_bytes_written: int
+    key_value_bytes: int
+    key_value_bytes_read: int
+    key_value_bytes_written: int
     flushes: int
     graph_rounds: int
     eager_because: str | None

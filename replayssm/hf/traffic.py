@@ -1,10 +1,11 @@
-"""What the forwards of a cache read and write of its recurrent state, counted on the host."""
+"""What the forwards of a cache read and write of its recurrent state and its keys, counted on the host."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from replayssm.cache import ExactMamba2Buffers, ExactMamba2Layer, ReplayPool
+from replayssm.hf.attention import KeyValueRows
 
 
 class Traffic:
@@ -12,16 +13,18 @@ class Traffic:
 
     Args:
         pool: of the cache, whose slots are the rows.
+        attention: keys and values of the cache, None without attention layers.
 
     Attributes:
         verified: verifies, each of which reads a checkpoint.
         flushed: verifies that wrote one.
         rows_read: live rows of the rings that were replayed.
-        rows_written: those of new tokens.
+        rows_written: those of new tokens, in rings and, if there are any, in keys and values.
+        keys_read: keys that attention looked at.
     """
 
-    def __init__(self, pool: ReplayPool) -> None:
-        self._pool = pool
+    def __init__(self, pool: ReplayPool, attention: KeyValueRows | None) -> None:
+        self._pool, self._attention = pool, attention
         chunks = [layer.chunk_size for layer in pool.layers if isinstance(layer, ExactMamba2Layer)]
         self._chunk_size = chunks[0] if chunks else None
         self.forget()
@@ -29,7 +32,7 @@ class Traffic:
 
     def count(self) -> None:
         """Count from here on."""
-        self.verified = self.flushed = self.rows_read = self.rows_written = 0
+        self.verified = self.flushed = self.rows_read = self.rows_written = self.keys_read = 0
 
     def forget(self) -> None:
         """All rows are empty again; the counts stay."""
@@ -40,9 +43,11 @@ class Traffic:
         for row in rows:
             self._live[row] = tokens % self._chunk_size if self._chunk_size else 0
 
-    def verify(self, rows: Sequence[int], tokens: int) -> None:
-        """These rows score ``tokens`` tokens each."""
+    def verify(self, rows: Sequence[int], tokens: int, longest: int) -> None:
+        """These rows score ``tokens`` tokens each, with which the longest one has ``longest``."""
         self.verified += len(rows)
+        if self._attention is not None:
+            self.keys_read += len(rows) * self._attention.extent(longest)
         self.rows_written += len(rows) * tokens
         for row in rows:
             self.rows_read += self._live[row]
@@ -78,3 +83,10 @@ class Traffic:
             row = rings // (slots * self._pool.ring_len)
         read = self.verified * state + self.rows_read * row
         return read, self.flushed * state + self.rows_written * row
+
+    def key_value_bytes(self) -> tuple[int, int, int]:
+        """Bytes of keys and values, all layers: those that there are, and those that were read and written."""
+        if self._attention is None:
+            return 0, 0, 0
+        each = self._attention.bytes_per_key()
+        return self._attention.bytes(), self.keys_read * each, self.rows_written * each

@@ -241,3 +241,17 @@ def test_a_model_in_training_generates_without_dropout_and_with_its_cache(name, 
     assert torch.equal(hf.generate(model, prompt, max_new_tokens=COUNT), expected)
     assert all(module.training for module in model.modules())
     assert model.is_gradient_checkpointing is checkpointing
+
+
+def test_statistics_count_keys_and_values():
+    model, prompts = shared_model("next"), make_prompts("next", (50, 9))
+    ids, mask = pad(prompts)
+    _, stats = hf.generate(model, ids, attention_mask=mask, draft=None, max_new_tokens=21, return_stats=True)
+    # Two attention layers, one head of 12, fp32; a spare row, and room for 128 keys when 64 are outgrown.
+    key = 2 * 2 * 12 * 4
+    assert stats.key_value_bytes == 3 * 128 * key
+    # Both rows take 20 steps; the longer one has 51 to 70 tokens with the new one, which needs 64 keys 14 times.
+    assert stats.key_value_bytes_read == 2 * (14 * 64 + 6 * 128) * key
+    assert stats.key_value_bytes_written == 2 * 20 * key
+    _, stats = hf.generate(small_mamba2(), torch.tensor([[3, 4]]), max_new_tokens=3, return_stats=True)
+    assert (stats.key_value_bytes, stats.key_value_bytes_read, stats.key_value_bytes_written) == (0, 0, 0)
