@@ -100,7 +100,6 @@ class Session:
         assert attachment is not None
         if why_not(model.base_model, model.device) or _identity(model) != self._identity:
             return False
-        attachment.check_bypassed(model)
         self.cache.reset()
         follow = partial(self._follow_weights, attachment)
         graph = graphs.find("weights", follow, nullcontext)
@@ -121,17 +120,25 @@ class Session:
 
 
 def _identity(model: PreTrainedModel) -> list[tuple[object, ...]]:
-    """What its modules are and where their tensors lie; equal as long as graphs of the model are right."""
-    return [(type(module), *_settings(module), *_places(module)) for module in model.modules()]
+    """What its modules are and where their tensors lie; equal as long as graphs of the model are right.
+
+    All that ``Attachment.check_bypassed`` looks at is in it, but for hooks inside of the base model, which ``why_not``
+    finds.
+    """
+    config, head = model.config.get_text_config(), model.get_output_embeddings()
+    hooked = bool(head._forward_hooks or head._forward_pre_hooks)
+    whole = (id(head), hooked, config._attn_implementation, str(getattr(config, "layer_types", None)))
+    modules = [(type(module), *_settings(module), *_places(module)) for module in model.modules()]
+    return [whole, *modules]
 
 
 def _settings(module: nn.Module) -> Iterator[tuple[object, ...]]:
-    """Numbers and names that a module was made with."""
+    """Numbers and names that a module was made with, and a forward of its own."""
     for name, value in module.__dict__.items():
         if name[0] == "_" or name == "training":
             continue
         each = value if isinstance(value, tuple) else (value,)
-        if all(isinstance(part, (int, float, str)) for part in each):
+        if name == "forward" or all(isinstance(part, (int, float, str)) for part in each):
             yield (name, *each)
 
 

@@ -173,6 +173,29 @@ def test_weights_changed_between_generations_are_used(change, as_on_a_gpu):
         assert generate(model, prompts)[0] == expected
 
 
+def hooked_head(model):
+    model.lm_head.register_forward_hook(lambda *_: None)
+
+
+def own_forward(model):
+    projection = model.backbone.layers[1].mixer.in_proj
+    projection.forward = lambda x: x
+
+
+def other_head(model):
+    model.lm_head = nn.Linear(24, 61)
+
+
+@pytest.mark.parametrize("change", [hooked_head, own_forward, other_head])
+def test_what_would_be_bypassed_is_found_between_generations(change, as_on_a_gpu):
+    model, prompts = hf.attach(fresh_model()), make_prompts("biases", (6, 3, 9))
+    for _ in range(2):
+        generate(model, prompts)
+    change(model)
+    with pytest.raises(ValueError, match=r"model: (layer|its head)"):
+        generate(model, prompts)
+
+
 @torch.inference_mode()
 def test_padding_leaves_the_other_slots_alone():
     model, prompts = hf.attach(fresh_model()), make_prompts("biases", (6, 3, 9, 2, 4))
