@@ -77,9 +77,17 @@ def inverse_norm(sum_of_squares):
 
 
 @triton.jit
+def near_inverse_norm(sum_of_squares):
+    """The same, not rounded correctly: the hardware's approximation, and a step of Newton's method."""
+    x = sum_of_squares + 1e-6
+    y = tl.rsqrt(x)
+    return y * tl.fma(-0.5 * x * y, y, 1.5)
+
+
+@triton.jit
 def total(x):
-    """Sum over the last axis, of up to 64 elements: neighbours first, then pairs of pairs."""
-    for _ in tl.static_range(6):
+    """Sum over the last axis, of up to 256 elements: neighbours first, then pairs of pairs."""
+    for _ in tl.static_range(8):
         if x.shape[2] > 1:
             x = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2] // 2, 2]), 3)
     return tl.reshape(x, [x.shape[0], x.shape[1]])
@@ -103,5 +111,5 @@ def advance(S0, S1, S2, S3, k0, k1, k2, k3, v, decay, beta):
 
 @triton.jit
 def pick(values, index):
-    """Element ``index`` of a vector, whatever the others are."""
-    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == index, values, 0.0), 0)
+    """Element ``index`` of a vector, whatever the others are. Within a warp this is one exchange between lanes."""
+    return tl.sum(tl.gather(values, tl.full([1], index, tl.int32), 0), 0)

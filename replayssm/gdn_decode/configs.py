@@ -59,10 +59,8 @@ def records_tile(V: int, K: int, heads: int) -> Tile:
 
 
 def lazy_tile(V: int, K: int, heads: int) -> Tile:
-    """Tile of the step that carries queries back; arguments as of ``verify_tile``."""
-    if heads < 128:
-        return _tile(V, K, 2, 1)
-    return _tile(V, K, 4, 2 if heads < 1024 else 8)
+    """Tile of the lazy ring's step behind the carrying back of queries; arguments as of ``verify_tile``."""
+    return _tile(V, K, 2 if heads < 128 else 8, 1)
 
 
 class TensorCoreTile(NamedTuple):

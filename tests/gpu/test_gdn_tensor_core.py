@@ -161,7 +161,7 @@ def test_no_tile_changes_a_bit(monkeypatch, T):
     expected = call.run().memory()
     for ahead, overlaps in product((True, False), (True, False)):
         monkeypatch.setattr(tensor_core, "tensor_core_tile", lambda *a, x=ahead: chosen(*a)._replace(ahead=x))
-        monkeypatch.setattr(tensor_core, "_overlaps", lambda device, x=overlaps: x)
+        monkeypatch.setattr(tensor_core, "overlaps", lambda device, x=overlaps: x)
         for name, memory in call.run().memory().items():
             assert torch.equal(memory, expected[name]), (name, ahead, overlaps)
 

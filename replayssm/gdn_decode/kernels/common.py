@@ -1,5 +1,7 @@
 """What the kernels of the family share: reading tokens and states, and what launchers need to know."""
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,14 @@ def stride(tensor: Tensor | None, axis: int) -> int:
 def can_fetch() -> bool:
     """Whether ``fetch``, which is PTX, can run."""
     return not triton.knobs.runtime.interpret and torch.version.hip is None
+
+
+@cache
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel may start before the one that it follows has ended: from SM90 on."""
+    if triton.knobs.runtime.interpret or device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @triton.jit
@@ -197,7 +207,8 @@ def apply_records(
         u = value.to(tl.float32)
         decay_now, beta_now = decay, beta
         # The next record is on its way while this one is applied.
-        decay, beta, norm = pick(decays, i + 1), pick(betas, i + 1), pick(norms, i + 1)
+        following = tl.minimum(i + 1, TP - 1)
+        decay, beta, norm = pick(decays, following), pick(betas, following), pick(norms, following)
         ahead = ring_row(start, tl.minimum(begin + i + 1, count - 1), ring_len)
         k0, k1, k2, k3 = vector(k + ahead * K, 1, LANES, C, K)
         value = tl.load(v + ahead * V + row, mask=row < V, other=0.0)

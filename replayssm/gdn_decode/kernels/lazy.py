@@ -2,81 +2,55 @@
 
 With ``S_t = decay_t S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T`` an output ``S_n q`` is ``S_0 z`` plus a sum of
 values: z starts as q, and each token turns it into ``decay (z - c k)``, ``c = beta k^T z``, and adds ``c v``. So the
-state is only multiplied with one vector per query. Products are fp32. A query sits where a row of the state does in the
-other kernels (``delta_rule/kernels.py``), L of them side by side.
+state is only multiplied with one vector per query. Products are fp32.
+
+That chain needs no state. One kernel runs it, a warp for some queries of a head, and writes the new records; the next
+streams the states, and folds records into those that flush, token by token as everywhere (``delta_rule/kernels.py``).
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from replayssm.delta_rule.kernels import dot, exp, log_decay, pick, strength
+from replayssm.delta_rule.kernels import dot, exp, log_decay, near_inverse_norm, pick, strength, total
 from replayssm.gdn_decode.configs import lazy_tile, next_power_of_2
 from replayssm.gdn_decode.kernels.common import (
-    inverse_norms,
     load_rows,
-    norm_of,
+    overlaps,
     replay,
     ring_row,
     rounded,
     rows_from,
-    scaled,
     store_rows,
-    store_vector,
     stride,
     vector,
 )
 
 
 @triton.jit
-def _push(z0, z1, z2, z3, o, k0, k1, k2, k3, v, decay, beta, norm, applies):
-    """Carry queries ``[L, 1, C]`` back through one token; ``applies`` [L] tells which of them see it."""
-    c = tl.where(applies[:, None], beta * norm * dot(z0, z1, z2, z3, k0, k1, k2, k3), 0.0)
-    decay = tl.where(applies[:, None, None], decay, 1.0)
-    back = (-norm * c)[:, :, None]
-    z0, z1 = tl.fma(back, k0, z0) * decay, tl.fma(back, k1, z1) * decay
-    z2, z3 = tl.fma(back, k2, z2) * decay, tl.fma(back, k3, z3) * decay
-    return z0, z1, z2, z3, tl.fma(tl.broadcast_to(c, o.shape), tl.broadcast_to(v, o.shape), o)
-
-
-@triton.jit
-def _queries(
-    q,
-    s_q_t,
-    s_q_k,
-    first,
-    T,
-    scale,
-    LANES: tl.constexpr,
-    C: tl.constexpr,
-    K: tl.constexpr,
-    ONE: tl.constexpr,
-    NORM: tl.constexpr,
-):
-    """Queries ``first`` .. ``first + L - 1``, normalised and scaled; zeros beyond T. If there is one, all L have it."""
-    token = first + tl.arange(0, LANES)[:, None, None].to(tl.int64)
-    if ONE:
-        token = token * 0
-    at = q + token * s_q_t
-    count = tl.where(token < T, K, 0)
-    c = tl.arange(0, C)[None, None, :]
-    z0, z1, z2, z3 = rounded(
-        tl.load(at + c * s_q_k, mask=c < count, other=0.0),
-        tl.load(at + (c + C) * s_q_k, mask=c + C < count, other=0.0),
-        tl.load(at + (c + 2 * C) * s_q_k, mask=c + 2 * C < count, other=0.0),
-        tl.load(at + (c + 3 * C) * s_q_k, mask=c + 3 * C < count, other=0.0),
-        tl.float32,
-    )  # fmt: skip
-    factor = scale
+def _push(z, o, k, v, decay, beta, applies, NORM: tl.constexpr):
+    """Carry queries ``[Q, 1, KP]`` back through one token; ``applies`` [Q] tells which of them see it."""
+    x = k.to(tl.float32)
+    along = total(z * x)
+    back = beta * along
     if NORM:
-        factor = (norm_of(z0, z1, z2, z3) * scale)[:, :, None]
-    return scaled(z0, z1, z2, z3, factor)
+        norm = near_inverse_norm(total(x * x))
+        along, back = along * norm, back * norm * norm
+    c = tl.where(applies[:, None], beta * along, 0.0)
+    back = tl.where(applies[:, None], -back, 0.0)[:, :, None]
+    z = tl.fma(back, x, z) * tl.where(applies[:, None, None], decay, 1.0)
+    return z, tl.fma(tl.broadcast_to(c, o.shape), v.to(tl.float32), o)
 
 
 @triton.jit
-def _one(z, is_t):
-    """The query of one lane, for all lanes."""
-    return tl.sum(tl.where(is_t[:, :, None], z, 0.0), 0)[None, :, :]
+def _record(k_ring, v_ring, start, record, ring_len, k_column, v_column, K: tl.constexpr, V: tl.constexpr):
+    """Key and value of a record, the same for all queries; zeros before the first one."""
+    at = ring_row(start, tl.maximum(record, 0), ring_len)
+    k = tl.load(k_ring + at * K + k_column, mask=k_column < tl.where(record >= 0, K, 0), other=0.0)
+    v = tl.load(v_ring + at * V + v_column, mask=v_column < tl.where(record >= 0, V, 0), other=0.0)
+    return k, v
 
 
 # Numbers that change from call to call, or whose divisors do not matter: one kernel serves them all.
@@ -87,45 +61,47 @@ _PLAIN = [
 
 
 @triton.jit(do_not_specialize=_PLAIN)
-def _lazy(
-    state, output, v_ring, k_ring, g_ring, beta_ring, ring_start, num_live, q, k, v, slots, A_log, a, dt_bias, b, scale,
-    s_state, s_out_b, s_out_t, s_v_ring, s_k_ring, s_g_ring, s_beta_ring, s_start, s_live,
+def _carry(
+    carried, v_ring, k_ring, g_ring, beta_ring, ring_start, num_live, q, k, v, slots, A_log, a, dt_bias, b, scale,
+    s_v_ring, s_k_ring, s_g_ring, s_beta_ring, s_start, s_live, s_slots,
     s_q_b, s_q_t, s_q_h, s_q_k, s_k_b, s_k_t, s_k_h, s_k_k, s_v_b, s_v_t, s_v_h, s_v_v,
-    s_slots, s_A, s_a_b, s_a_t, s_a_h, s_bias, s_b_b, s_b_t, s_b_h,
-    T, HV, heads_per_key, ring_len, window, pad_slot_id,
-    V: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, C: tl.constexpr, TP: tl.constexpr,
-    WP: tl.constexpr, NORM: tl.constexpr,
+    s_A, s_a_b, s_a_t, s_a_h, s_bias, s_b_b, s_b_t, s_b_h, T, HV, heads_per_key, ring_len, window, pad_slot_id,
+    V: tl.constexpr, K: tl.constexpr, VP: tl.constexpr, KP: tl.constexpr, TP: tl.constexpr, Q: tl.constexpr,
+    WP: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    LANES: tl.constexpr = 128 // C
+    """Write records; for Q queries of a head store what the state is multiplied with (KP) and what is added (VP)."""
+    if OVERLAP:
+        gdc_launch_dependents()
     ONE: tl.constexpr = TP == 1
-    PARTS: tl.constexpr = (V + ROWS * BLOCKS - 1) // (ROWS * BLOCKS)
-    K_TYPE: tl.constexpr = k_ring.dtype.element_ty
-    part = tl.program_id(0) % PARTS
-    head = tl.program_id(0) // PARTS % HV
+    first = tl.program_id(0) % (TP // Q) * Q
+    head = tl.program_id(0) // (TP // Q) % HV
     key_head = head // heads_per_key
-    request = (tl.program_id(0) // PARTS // HV).to(tl.int64)
+    request = (tl.program_id(0) // (TP // Q) // HV).to(tl.int64)
     slot = request
     if slots is not None:
         slot = tl.load(slots + request * s_slots).to(tl.int64)
-    if (slot >= 0) & (slot != pad_slot_id):
-        state += slot * s_state + head * (V * K)
-        first = part * (ROWS * BLOCKS)
-        row = rows_from(first, ROWS, C)
-        N0, N1, N2, N3 = load_rows(state, row, V, C, K)
+    if (slot >= 0) & (slot != pad_slot_id) & (first < T):
+        start = tl.load(ring_start + slot * s_start)
+        old = tl.load(num_live + slot * s_live)
+        new = ring_row(start, old, ring_len)
+        live = tl.where((old > 0) & (old + T > window), 0, old)
         v_ring += slot * s_v_ring + head * ring_len * V
         k_ring += slot * s_k_ring + key_head * ring_len * K
         g_ring += slot * s_g_ring + head * ring_len
         beta_ring += slot * s_beta_ring + head * ring_len
-        start = tl.load(ring_start + slot * s_start)
-        old = tl.load(num_live + slot * s_live)
-        new = ring_row(start, old, ring_len)
-        flush = (old > 0) & (old + T > window)
-        live = tl.where(flush, 0, old)
-
         q += request * s_q_b + key_head * s_q_h
         k += request * s_k_b + key_head * s_k_h
         v += request * s_v_b + head * s_v_h
-        output += request * s_out_b + head * V
+        lane = tl.arange(0, Q)
+        query = first + lane
+        kc = tl.arange(0, KP)[None, None, :] + lane[:, None, None] * 0
+        vc = tl.arange(0, VP)[None, :] + lane[:, None] * 0
+        # Four records are on their way while others are applied: a record takes less time than a load.
+        k0, v0 = _record(k_ring, v_ring, start, live - 1, ring_len, kc, vc, K, V)
+        k1, v1 = _record(k_ring, v_ring, start, live - 2, ring_len, kc, vc, K, V)
+        k2, v2 = _record(k_ring, v_ring, start, live - 3, ring_len, kc, vc, K, V)
+        k3, v3 = _record(k_ring, v_ring, start, live - 4, ring_len, kc, vc, K, V)
+
         token = tl.arange(0, TP).to(tl.int64)
         exists = token < T
         gate = tl.load(a + request * s_a_b + head * s_a_h + token * s_a_t, mask=exists, other=0.0).to(tl.float32)
@@ -133,88 +109,101 @@ def _lazy(
         g = log_decay(tl.load(A_log + head * s_A).to(tl.float32), gate, tl.load(dt_bias + head * s_bias).to(tl.float32))
         betas = strength(gain)
         decays = exp(g)
-        if NORM:
-            norms = inverse_norms(k, token * s_k_t, s_k_k, exists, C, K, K_TYPE)
-        if part == 0:
+        if first == 0:
             to = ring_row(new, tl.arange(0, TP), ring_len)
             tl.store(g_ring + to, g, mask=exists)
             tl.store(beta_ring + to, betas, mask=exists)
 
-        lane = tl.arange(0, LANES)
-        own = first + tl.arange(0, ROWS * BLOCKS)[None, :] + lane[:, None] * 0  # the program's rows, for every query
-        for group in range(0, 1 if ONE else T, LANES):
-            z0, z1, z2, z3 = _queries(q, s_q_t, s_q_k, group, T, scale, LANES, C, K, ONE, NORM)
-            o = tl.zeros([LANES, ROWS * BLOCKS], tl.float32)
-            newest = tl.minimum(group + LANES, 1 if ONE else T) - 1
-            for back in range(0, newest + 1):
-                t = newest - back
-                far = tl.full((), t, tl.int64)  # strides may be large
-                k0, k1, k2, k3 = vector(k + far * s_k_t, s_k_k, LANES, C, K)
-                value = tl.load(v + far * s_v_t + own * s_v_v, mask=own < V, other=0.0).to(v_ring.dtype.element_ty)
-                if t >= group:
-                    to = ring_row(new, t, ring_len)
-                    tl.store(v_ring + to * V + own, value, mask=(own < V) & (lane == 0)[:, None])
-                    if (part == 0) & (head % heads_per_key == 0):
-                        store_vector(k_ring + to * K, k0, k1, k2, k3, K)
-                k0, k1, k2, k3 = rounded(k0, k1, k2, k3, K_TYPE)
-                norm = 1.0
-                if NORM:
-                    norm = pick(norms, t)
-                z0, z1, z2, z3, o = _push(
-                    z0, z1, z2, z3, o, k0, k1, k2, k3, value.to(tl.float32), pick(decays, t), pick(betas, t), norm,
-                    group + lane >= t,
-                )  # fmt: skip
-            for begin in range(0, live, WP):
-                record = live - 1 - begin - tl.arange(0, WP)
-                here = record >= 0
-                at = ring_row(start, tl.maximum(record, 0), ring_len)
-                old_decays = exp(tl.load(g_ring + at, mask=here, other=0.0))
-                old_betas = tl.load(beta_ring + at, mask=here, other=0.0)
-                if NORM:
-                    old_norms = inverse_norms(k_ring, at * K, 1, here, C, K, K_TYPE)
-                ahead = ring_row(start, live - 1 - begin, ring_len)
-                k0, k1, k2, k3 = vector(k_ring + ahead * K, 1, LANES, C, K)
-                value = tl.load(v_ring + ahead * V + own, mask=own < V, other=0.0)
-                for i in range(0, tl.minimum(WP, live - begin)):
-                    x0, x1, x2, x3 = rounded(k0, k1, k2, k3, K_TYPE)
-                    u = value.to(tl.float32)
-                    # The next record is on its way while this one is applied.
-                    following = tl.full((), live - 2 - begin - i, tl.int32)
-                    ahead = ring_row(start, tl.maximum(following, 0), ring_len)
-                    k0, k1, k2, k3 = vector(k_ring + ahead * K, 1, LANES, C, tl.where(following >= 0, K, 0))
-                    value = tl.load(v_ring + ahead * V + own, mask=own < tl.where(following >= 0, V, 0), other=0.0)
-                    norm = 1.0
-                    if NORM:
-                        norm = pick(old_norms, i)
-                    z0, z1, z2, z3, o = _push(
-                        z0, z1, z2, z3, o, x0, x1, x2, x3, u, pick(old_decays, i), pick(old_betas, i), norm, lane >= 0
-                    )
-            if group > 0:
-                N0, N1, N2, N3 = load_rows(state, row, V, C, K)
-            for block in range(0, BLOCKS):
-                at_row = row + block * ROWS
-                S0, S1, S2, S3 = rounded(N0, N1, N2, N3, tl.float32)
-                if BLOCKS > 1:  # the next block is on its way
-                    end = tl.where(tl.full((), block, tl.int32) + 1 < BLOCKS, V, 0)
-                    N0, N1, N2, N3 = load_rows(state, at_row + ROWS, end, C, K)
-                if flush & (group == 0):
-                    S0, S1, S2, S3 = replay(
-                        S0, S1, S2, S3, v_ring, k_ring, g_ring, beta_ring, start, old, ring_len, at_row, V, K, WP, NORM
-                    )
-                    store_rows(state, at_row, V, S0, S1, S2, S3, K)
-                    S0, S1, S2, S3 = rounded(S0, S1, S2, S3, state.dtype.element_ty)
-                inside = own - first - block * ROWS
-                for t in range(group, newest + 1):
-                    is_t = (lane == t - group)[:, None]
-                    if ONE:
-                        y = dot(S0, S1, S2, S3, z0, z1, z2, z3)
-                    else:
-                        y = dot(S0, S1, S2, S3, _one(z0, is_t), _one(z1, is_t), _one(z2, is_t), _one(z3, is_t))
-                    values = tl.where(is_t & (inside >= 0) & (inside < ROWS), o, 0.0)
-                    values = tl.sum(tl.sum(tl.reshape(values, [LANES, BLOCKS, ROWS]), 1), 0)
-                    y += tl.trans(tl.reshape(values, [ROWS // LANES, LANES]))
-                    far = tl.full((), t, tl.int64)
-                    tl.store(output + far * s_out_t + at_row, y.to(output.dtype.element_ty), mask=at_row < V)
+        z = tl.load(
+            q + query.to(tl.int64)[:, None, None] * s_q_t + kc * s_q_k,
+            mask=kc < tl.where(query < T, K, 0)[:, None, None], other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        factor = scale
+        if NORM:
+            factor = (near_inverse_norm(total(z * z)) * scale)[:, :, None]
+        z = z * factor
+        o = tl.zeros([Q, VP], tl.float32)
+        newest = tl.minimum(first + Q, T) - 1
+        for back in range(0, 1 if ONE else newest + 1):
+            t = newest - back
+            far = tl.full((), t, tl.int64)  # strides may be large
+            key = tl.load(k + far * s_k_t + kc * s_k_k, mask=kc < K, other=0.0).to(k_ring.dtype.element_ty)
+            value = tl.load(v + far * s_v_t + vc * s_v_v, mask=vc < V, other=0.0).to(v_ring.dtype.element_ty)
+            if t >= first:
+                to_row = ring_row(new, t, ring_len)
+                tl.store(v_ring + to_row * V + vc, value, mask=(vc < V) & (lane == 0)[:, None])
+                if head % heads_per_key == 0:
+                    tl.store(k_ring + to_row * K + kc, key, mask=(kc < K) & (lane == 0)[:, None, None])
+            z, o = _push(z, o, key, value, pick(decays, t), pick(betas, t), query >= t, NORM)
+        every = lane >= 0
+        for begin in range(0, live, WP):
+            record = live - 1 - begin - tl.arange(0, WP)
+            here = record >= 0
+            at = ring_row(start, tl.maximum(record, 0), ring_len)
+            old_decays = exp(tl.load(g_ring + at, mask=here, other=0.0))
+            old_betas = tl.load(beta_ring + at, mask=here, other=0.0)
+            for i in range(0, tl.minimum(WP, live - begin), 4):
+                ahead = tl.full((), live - 5 - begin - i, tl.int32)
+                z, o = _push(z, o, k0, v0, pick(old_decays, i), pick(old_betas, i), every, NORM)
+                k0, v0 = _record(k_ring, v_ring, start, ahead, ring_len, kc, vc, K, V)
+                z, o = _push(z, o, k1, v1, pick(old_decays, i + 1), pick(old_betas, i + 1), every, NORM)
+                k1, v1 = _record(k_ring, v_ring, start, ahead - 1, ring_len, kc, vc, K, V)
+                z, o = _push(z, o, k2, v2, pick(old_decays, i + 2), pick(old_betas, i + 2), every, NORM)
+                k2, v2 = _record(k_ring, v_ring, start, ahead - 2, ring_len, kc, vc, K, V)
+                z, o = _push(z, o, k3, v3, pick(old_decays, i + 3), pick(old_betas, i + 3), every, NORM)
+                k3, v3 = _record(k_ring, v_ring, start, ahead - 3, ring_len, kc, vc, K, V)
+        place = carried + ((request * HV + head) * T + query)[:, None] * (KP + VP)
+        asked = query < T
+        tl.store(place[:, :, None] + kc, z, mask=asked[:, None, None])
+        tl.store(place + KP + vc, o, mask=asked[:, None])
+
+
+@triton.jit(do_not_specialize=_PLAIN)
+def _read(
+    state, output, carried, v_ring, k_ring, g_ring, beta_ring, ring_start, num_live, slots,
+    s_state, s_out_b, s_out_t, s_v_ring, s_k_ring, s_g_ring, s_beta_ring, s_start, s_live, s_slots,
+    T, HV, heads_per_key, ring_len, window, pad_slot_id,
+    V: tl.constexpr, K: tl.constexpr, VP: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr, WP: tl.constexpr,
+    ONE: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Outputs of some rows of a head, behind the flush of its records if there is one."""
+    LANES: tl.constexpr = 128 // C
+    PARTS: tl.constexpr = (V + ROWS - 1) // ROWS
+    part = tl.program_id(0) % PARTS
+    head = tl.program_id(0) // PARTS % HV
+    request = (tl.program_id(0) // PARTS // HV).to(tl.int64)
+    slot = request
+    if slots is not None:
+        slot = tl.load(slots + request * s_slots).to(tl.int64)
+    if (slot >= 0) & (slot != pad_slot_id):
+        state += slot * s_state + head * (V * K)
+        row = rows_from(part * ROWS, ROWS, C)
+        S0, S1, S2, S3 = load_rows(state, row, V, C, K)
+        start = tl.load(ring_start + slot * s_start)
+        live = tl.load(num_live + slot * s_live)
+        S0, S1, S2, S3 = rounded(S0, S1, S2, S3, tl.float32)
+        if (live > 0) & (live + T > window):
+            v_ring += slot * s_v_ring + head * ring_len * V
+            k_ring += slot * s_k_ring + head // heads_per_key * ring_len * K
+            g_ring += slot * s_g_ring + head * ring_len
+            beta_ring += slot * s_beta_ring + head * ring_len
+            S0, S1, S2, S3 = replay(
+                S0, S1, S2, S3, v_ring, k_ring, g_ring, beta_ring, start, live, ring_len, row, V, K, WP, NORM
+            )
+            store_rows(state, row, V, S0, S1, S2, S3, K)
+            S0, S1, S2, S3 = rounded(S0, S1, S2, S3, state.dtype.element_ty)
+        if OVERLAP:
+            gdc_wait()
+        carried += (request * HV + head) * T * (4 * C + VP)
+        output += request * s_out_b + head * V
+        for t in range(1 if ONE else T):
+            far = tl.full((), t, tl.int64)
+            z0, z1, z2, z3 = vector(carried + far * (4 * C + VP), 1, LANES, C, 4 * C)
+            o = tl.load(carried + far * (4 * C + VP) + 4 * C + row, mask=row < V, other=0.0)
+            y = dot(S0, S1, S2, S3, z0, z1, z2, z3) + o
+            tl.store(output + far * s_out_t + row, y.to(output.dtype.element_ty), mask=row < V)
+    elif OVERLAP:
+        gdc_wait()  # whoever comes next may start when this kernel has ended
 
 
 def checkpointing(
@@ -245,12 +234,23 @@ def checkpointing(
     if batch == 0:
         return
     rings = (v_cache, k_cache, g_cache, beta_cache)
-    tile = lazy_tile(V, K, batch * HV)
-    _lazy[(batch * HV * triton.cdiv(V, tile.rows * tile.blocks),)](
-        state, output, *rings, ring_start, num_live, q, k, v, state_batch_indices, A_log, a, dt_bias, b, scale,
-        state.stride(0), *output.stride()[:2], *(ring.stride(0) for ring in rings), ring_start.stride(0),
-        num_live.stride(0), *q.stride(), *k.stride(), *v.stride(), stride(state_batch_indices, 0), A_log.stride(0),
-        *a.stride(), dt_bias.stride(0), *b.stride(), T, HV, HV // H, v_cache.shape[2], window, pad_slot_id,
-        V=V, K=K, ROWS=tile.rows, BLOCKS=tile.blocks, C=tile.columns, TP=next_power_of_2(T), WP=16, NORM=use_qk_l2norm,
-        num_warps=1, enable_fp_fusion=False,
+    tile, overlap = lazy_tile(V, K, batch * HV), overlaps(q.device)
+    TP, KP, VP = next_power_of_2(T), 4 * tile.columns, next_power_of_2(V)
+    Q = min(TP, 4)
+    carried = torch.empty(batch * HV * T * (KP + VP), dtype=torch.float32, device=q.device)
+    cursors = (
+        *(ring.stride(0) for ring in rings), ring_start.stride(0), num_live.stride(0), stride(state_batch_indices, 0),
+    )  # fmt: skip
+    sizes = (T, HV, HV // H, v_cache.shape[2], window, pad_slot_id)
+    _carry[(batch * HV * (TP // Q),)](
+        carried, *rings, ring_start, num_live, q, k, v, state_batch_indices, A_log, a, dt_bias, b, scale, *cursors,
+        *q.stride(), *k.stride(), *v.stride(), A_log.stride(0), *a.stride(), dt_bias.stride(0), *b.stride(), *sizes,
+        V=V, K=K, VP=VP, KP=KP, TP=TP, Q=Q, WP=16, NORM=use_qk_l2norm, OVERLAP=overlap, num_warps=1,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    _read[(batch * HV * triton.cdiv(V, tile.rows),)](
+        state, output, carried, *rings, ring_start, num_live, state_batch_indices, state.stride(0),
+        *output.stride()[:2], *cursors, *sizes,
+        V=V, K=K, VP=VP, ROWS=tile.rows, C=tile.columns, WP=16, ONE=TP == 1, NORM=use_qk_l2norm, OVERLAP=overlap,
+        num_warps=1, enable_fp_fusion=False, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip

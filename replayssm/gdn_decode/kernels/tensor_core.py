@@ -7,8 +7,6 @@ were given, before normalisation, whose factors are applied to the products: in 
 A state of fp32 becomes an exact sum of three bf16 numbers, so products of the matrix unit have the accuracy of fp32.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from replayssm.gdn_decode.configs import tensor_core_tile
-from replayssm.gdn_decode.kernels.common import stride
+from replayssm.gdn_decode.kernels.common import overlaps, stride
 from replayssm.gdn_decode.kernels.tensor_core_solve import both, held, operand_order, solve_ahead
 
 # Numbers of a type are sums of so many bf16 numbers.
@@ -175,12 +173,6 @@ def _verify(
         gdc_wait()
 
 
-@cache
-def _overlaps(device: torch.device) -> bool:
-    """Whether the second kernel may start before the first has ended: from SM90 on."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
-
-
 def verify(
     initial_state: Tensor,
     output: Tensor,
@@ -208,7 +200,7 @@ def verify(
     # Triton 3.6 does not compile the layout in which vectors that are not packed would be read; they are rare, small.
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     interpreted = triton.knobs.runtime.interpret
-    overlap = _overlaps(q.device) and not interpreted
+    overlap = overlaps(q.device)
     tile = tensor_core_tile(V, K, initial_state.element_size(), q.element_size(), T, batch * HV)
     parts, wide = _PARTS[q.dtype], 16 // q.element_size()
     k_type = k.dtype if rawk is None else rawk.dtype

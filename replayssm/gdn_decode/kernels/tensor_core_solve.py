@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from replayssm.delta_rule.kernels import exp, log_decay, strength
+from replayssm.delta_rule.kernels import exp, log_decay, near_inverse_norm, strength
 
 
 @triton.jit
@@ -61,14 +61,6 @@ def _gates(A_log, a, dt_bias, b, T, ASM: tl.constexpr):
 
 
 @triton.jit
-def _inverse_norm(squares):
-    """``1 / sqrt(x + 1e-6)``: the hardware's approximation, and a step of Newton's method."""
-    x = squares + 1e-6
-    y = tl.rsqrt(x)
-    return y * tl.fma(-0.5 * x * y, y, 1.5)
-
-
-@triton.jit
 def _solve(products, decay, beta, scale, T: tl.constexpr, NORM: tl.constexpr):
     """Factors of S k and S q ``[2 TP]`` and ``M = F (I + A)^-1 diag(beta)`` ``[TP, TP]``.
 
@@ -93,8 +85,8 @@ def _solve(products, decay, beta, scale, T: tl.constexpr, NORM: tl.constexpr):
     factors = prefix * tl.where(row < TP, 1.0, scale)
     if NORM:
         squares = tl.where(row[:, None] == row[None, :], products, 0.0)
-        norms = _inverse_norm(tl.sum(squares, 1))
-        products = products * norms[:, None] * _inverse_norm(tl.sum(squares, 0))[None, :]
+        norms = near_inverse_norm(tl.sum(squares, 1))
+        products = products * norms[:, None] * near_inverse_norm(tl.sum(squares, 0))[None, :]
         factors = factors * norms
     left, _ = tl.split(tl.permute(tl.reshape(products, (2, TP, 2, TP)), (1, 3, 0, 2)))
     kk, qk = tl.split(left)
