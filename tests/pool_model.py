@@ -70,7 +70,7 @@ class Decoder:
             # This op takes no packed batches: one request after the other.
             parts = zip(slots.split(1), tokens.split(lengths, 1), strict=True)
             outs = [self.verify(pool, slot, own, index=index) for slot, own in parts if own.shape[1]]
-            return torch.cat(outs, 1) if outs else torch.empty(1, 0, 6, 3)
+            return torch.cat(outs, 1) if outs else torch.empty(1, 0, *pool.buffers[index].state.shape[1:3])
         weights, buffers = self.weights[index], pool.buffers[index]
         varlen = {}
         if lengths is not None:

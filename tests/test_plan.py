@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from replayssm.cache import Mamba2Layer, choose_window, slot_bytes, snapshot_bytes, state_traffic
+from replayssm.cache import ExactMamba2Layer, Mamba2Layer, choose_window, slot_bytes, snapshot_bytes, state_traffic
 
 NEMOTRON_H = Mamba2Layer(nheads=128, headdim=64, dstate=128, ngroups=8, conv_width=4)
 TINY = Mamba2Layer(nheads=6, headdim=3, dstate=5, ngroups=2, conv_width=3)
@@ -103,6 +103,10 @@ def test_window_with_drafts():
         (lambda: snapshot_bytes([TINY], num_tokens=0), "num_tokens: .*got 0"),
         (lambda: Mamba2Layer(6, 3, 5, 4, 3), "nheads: expected a multiple of ngroups=4, got 6"),
         (lambda: Mamba2Layer(6, 3, 5, 2, 6), "conv_width: expected 2 <= conv_width <= 5, got 6"),
+        (
+            lambda: state_traffic([ExactMamba2Layer(6, 3, 5, 2, 4, 16)], num_tokens=2, mean_accepted=1.0),
+            "layers: expected layers that replay a window, got ExactMamba2Layer",
+        ),
         (lambda: Mamba2Layer(6, 0, 5, 2, 4), "headdim: expected 1 <= headdim <= 2147483647, got 0"),
         (lambda: Mamba2Layer(6, 3.0, 5, 2, 4), "headdim: expected an int, got 3.0"),
         (lambda: slot_bytes([TINY], window=65), "window: expected 1 <= window <= 64, got 65"),

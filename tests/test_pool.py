@@ -145,7 +145,7 @@ def test_fork_and_copy_carry_every_field(decoder, state_dtype):
 def test_no_field_is_forgotten(decoder):
     """Whatever tensor a record has, the functions above reach it: their loop knows all that ``every_tensor`` finds."""
     pool = make_pool(decoder, state_dtype=torch.int8)
-    reached = {tensor.data_ptr() for _, tensor in pool._slotted()}
+    reached = {tensor.data_ptr() for tensor in pool.per_slot().values()}
     assert reached == {tensor.data_ptr() for _, tensor in every_tensor(pool)}
     assert len(reached) == 2 * 6 + 4
 

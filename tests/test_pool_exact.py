@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pool_model import every_tensor
 
 from replayssm.batch_invariant_decode import batch_invariant_decode_buffered_scan
 from replayssm.cache import ExactMamba2Layer, GDNLayer, ReplayPool, slot_bytes
@@ -81,7 +82,7 @@ for text in TEXTS[1:]:  # one model, hence one A and D
 @given(st.data())
 def test_lifecycles(data):
     pool = make_pool()
-    for _, tensor in pool._slotted():  # previous tenants
+    for tensor in pool.per_slot().values():  # previous tenants
         tensor.fill_(float("nan") if tensor.is_floating_point() else 1)
     active = {}  # slot -> (text, place)
     for _ in range(data.draw(st.integers(4, 12))):
@@ -122,34 +123,54 @@ def test_lifecycles(data):
             verify(pool, [slot], [text], [place], 1)
 
 
+def test_outputs_stay_when_slots_are_taken_forked_and_reset():
+    """They lie in memory of the records, an entry for each lane of the call, which is nobody's slot."""
+    pool = make_pool()
+    slots = pool.allocate(3)
+    inputs = TEXTS[0].inputs[0]
+    x, dt, B, C = (torch.stack([each[:MAX_TOKENS]] * 3) for each in inputs[:4])
+    buffers = pool.buffers[0]
+    y = batch_invariant_decode_buffered_scan(
+        buffers.records, x, None, dt, B, C, *inputs[4:], None, slots, buffers.state
+    )
+    kept = y.clone()
+    assert kept.abs().min() > 0
+    pool.commit(slots, [1, 2, 3], MAX_TOKENS)
+    pool.free(slots[:2])
+    pool.fork(slots[2:])
+    pool.reset(pool.allocate(1))
+    pool.materialize(slots[2:], slots[2:], [1])
+    assert torch.equal(y, kept)
+
+
 def test_bytes_are_those_allocated():
     pool = make_pool()
-    seen = {tensor.data_ptr(): tensor.nbytes for _, tensor in pool._slotted()}
+    seen = {tensor.data_ptr(): tensor.nbytes for _, tensor in every_tensor(pool)}
     assert pool.bytes() == sum(seen.values()) == SLOTS * pool.bytes_per_slot()
     cost = slot_bytes(LAYERS, window=8, max_tokens=MAX_TOKENS)
     assert cost.total == pool.bytes_per_slot()
     assert cost.state == 4 * (6 * 5 * 7 + 3 * 8 * 9)
-    assert {"x", "dt", "B", "num_buffered", "ring_start"} <= set(pool.bytes_by_field())
+    assert {"records.x", "records.dt", "records.num_buffered", "ring_start"} <= set(pool.bytes_by_field())
 
 
 def test_wrong_arguments():
     pool = make_pool()
     slot = pool.allocate()
-    before = [tensor.clone() for _, tensor in pool._slotted()]
+    before = [tensor.clone() for _, tensor in every_tensor(pool)]
     state, conv = torch.ones(1, 6, 5, 7), torch.ones(1, 58, 3)
     for call, message in (
         (lambda: pool.write_state(0, slot, state, conv), "rows: expected them for exact layers and no others"),
         (lambda: pool.materialize(slot, slot, [0], [torch.ones(6), None]), r"A\[0\]: expected None for an exact layer"),
         (lambda: ReplayPool(LAYERS, 2, state_dtype=torch.bfloat16), "state_dtype: expected torch.float32 for exact"),
-        (lambda: ReplayPool(LAYERS, 2, window=20, max_tokens=17), "max_tokens: expected at most 16 with a ExactMamba2"),
+        (lambda: ReplayPool(LAYERS, 2, window=20, max_tokens=17), "max_tokens: expected at most 16 with ExactMamba2"),
         (lambda: ExactMamba2Layer(6, 5, 7, 2, 4, 15), "chunk_size: expected 16..256, got 15"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
-    assert all(torch.equal(old, new) for old, (_, new) in zip(before, pool._slotted(), strict=True))
+    assert all(torch.equal(old, new) for old, (_, new) in zip(before, every_tensor(pool), strict=True))
     mixed = ReplayPool(
         [GDNLayer(value_heads=4, value_dim=7, key_dim=5, key_heads=2, conv_width=3), LAYERS[0]], 2, max_tokens=4
     )
     rows = torch.ones(1, 0, 6, 5), torch.ones(1, 0, 6), torch.ones(1, 0, 2, 7)
-    with pytest.raises(ValueError, match="rows: expected them for exact layers and no others, layer 0 is a GDNLayer"):
+    with pytest.raises(ValueError, match="rows: expected them for exact layers and no others, layer 0 is GDNLayer"):
         mixed.write_state(0, mixed.allocate(), torch.ones(1, 4, 7, 5), torch.ones(1, 48, 2), rows)

@@ -181,7 +181,7 @@ def test_decay_rates_belong_to_mamba2_layers():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ReplayPool(GDN, 1, window=20, max_tokens=17), "max_tokens: expected at most 16 with a GDNLayer"),
+        (lambda: ReplayPool(GDN, 1, window=20, max_tokens=17), "max_tokens: expected at most 16 with GDNLayer"),
         (lambda: ReplayPool(GDN, 1, state_dtype=torch.int8), "state_dtype: expected .* for GDN layers, got torch.int8"),
         (lambda: ReplayPool(GDN, 1, activation_dtype=torch.float64), "activation_dtype: expected .* GDN layers, got"),
         (

@@ -5,6 +5,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pool_model import (
+    MAMBA2,
     MIXED,
     VOCABULARY,
     Decoder,
@@ -16,20 +17,42 @@ from pool_model import (
     snapshot,
 )
 
-from replayssm.cache import ReplayPool
+from replayssm import cache
+from replayssm.cache import GDNLayer, ReplayPool
 
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}
 MOST_REQUESTS = 3
 tokens = st.integers(0, VOCABULARY - 1)
 
 
+def sizes():
+    """Sizes of a layer of either kind, small and odd."""
+    groups, width, dim = st.integers(1, 3), st.integers(2, 5), st.integers(1, 7)
+
+    def mamba2(groups, per_group, headdim, dstate, width):
+        return (groups * per_group, headdim, dstate, groups, width)
+
+    def gdn(groups, per_group, value_dim, key_dim, width):
+        return GDNLayer(groups * per_group, value_dim, key_dim, groups, width)
+
+    return st.builds(mamba2, groups, groups, dim, dim, width) | st.builds(gdn, groups, groups, dim, dim, width)
+
+
 class Lives(RuleBasedStateMachine):
-    """``requests`` maps a slot to its history, ``kept`` to what the last commit kept of it, which can be undone."""
+    """``requests`` maps a slot to its history, ``kept`` to what the last commit kept of it, which can be undone.
 
-    decoder = Decoder()
+    ``aside`` are requests that were preempted: their history, what was kept, and what their slots held.
+    """
 
-    @initialize(window=st.integers(2, 6), data=st.data(), shared=st.booleans())
-    def make(self, window, data, shared):
+    @initialize(
+        layers=st.sampled_from([MAMBA2, MIXED]) | st.lists(sizes(), min_size=1, max_size=3),
+        seed=st.integers(0, 9),
+        window=st.integers(2, 6),
+        data=st.data(),
+        shared=st.booleans(),
+    )
+    def make(self, layers, seed, window, data, shared):
+        self.decoder = Decoder(layers, seed)
         most = data.draw(st.integers(1, window), label="max_tokens")
         # Slots for the requests, and one for every legal rewind of each of them.
         self.pool = ReplayPool(
@@ -37,7 +60,7 @@ class Lives(RuleBasedStateMachine):
         )
         for slot in range(self.pool.num_slots):
             poison_slot(self.pool, slot)
-        self.requests, self.kept = {}, {}
+        self.requests, self.kept, self.aside = {}, {}, []
         if shared:
             self.start([1, 2])
 
@@ -115,6 +138,27 @@ class Lives(RuleBasedStateMachine):
         assert cursor_values(self.pool, new) == cursor_values(self.pool, slot)
         self.requests[new], self.kept[new] = self.requests[slot].copy(), self.kept[slot]
 
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def preempt(self, data):
+        slots = data.draw(st.lists(st.sampled_from(sorted(self.requests)), min_size=1, unique=True), label="slots")
+        histories = [(self.requests.pop(slot), self.kept.pop(slot)) for slot in slots]
+        self.aside.append((histories, cache.snapshot(self.pool, slots)))
+        self.pool.free(slots)
+        for slot in slots:
+            poison_slot(self.pool, slot)
+
+    @precondition(lambda self: self.aside and len(self.requests) + len(self.aside[0][0]) <= MOST_REQUESTS)
+    @rule()
+    def resume(self):
+        histories, saved = self.aside.pop(0)
+        slots = self.pool.allocate(len(histories))
+        before = snapshot(self.pool)
+        cache.restore(self.pool, slots, saved)
+        assert_same_bytes(self.pool, before, [s for s in range(self.pool.num_slots) if s not in slots])
+        for slot, (history, kept) in zip(slots.tolist(), histories, strict=True):
+            self.requests[slot], self.kept[slot] = history, kept
+
     @precondition(lambda self: len(self.requests) > 1)
     @rule(data=st.data())
     def copy(self, data):
@@ -161,14 +205,7 @@ class Lives(RuleBasedStateMachine):
         self.pool.free(scratch)
 
 
-class MixedLives(Lives):
-    """The same with a GDN layer beside a Mamba-2 layer, on one set of cursors."""
-
-    decoder = Decoder(MIXED)
-
-
-Lives.TestCase.settings = MixedLives.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
+Lives.TestCase.settings = settings(
+    max_examples=50, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestLives = Lives.TestCase
-TestMixedLives = MixedLives.TestCase

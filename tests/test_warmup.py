@@ -55,16 +55,16 @@ def test_padding_leaves_the_pool_as_it_is(module, layers, batch):
         if torch.cuda.is_available():
             pytest.skip("with a GPU the kernels are compiled: tests/gpu")
     pool = ReplayPool(layers, 3, window=6, max_tokens=4)
-    for number, (_, tensor) in enumerate(pool._slotted()):
+    for number, tensor in enumerate(pool.per_slot().values()):
         tensor.fill_(float("nan") if tensor.is_floating_point() else number)
-    before = [tensor.clone() for _, tensor in pool._slotted()]
+    before = [tensor.clone() for tensor in pool.per_slot().values()]
     with using(module):
         for tokens in (1, 4):
             slots = torch.full((batch,), -1)
             warming._step(pool, 0, slots, tokens, torch.float32, conv_bias=True, with_z=True)
         warming._materialize(pool, slots, torch.float32)
         warming._commit(pool)
-    for old, (_, new) in zip(before, pool._slotted(), strict=True):
+    for old, new in zip(before, pool.per_slot().values(), strict=True):
         assert torch.equal(old.view(torch.uint8), new.view(torch.uint8))
 
 

@@ -50,6 +50,15 @@ def on_pool(method: str, **arguments: Any) -> Call:
     )
 
 
+def on_snapshot(function: Callable[..., Any]) -> Call:
+    method, _, memory = on_pool("reset", slots=[2, 0])
+    pool: Any = method.__self__  # type: ignore[attr-defined]
+    arguments = {"pool": pool, "slots": torch.tensor([2, 0])}
+    if function is cache.restore:
+        arguments["saved"] = cache.snapshot(pool, [1, 2])
+    return Call(function, arguments, [*memory, arguments["slots"]])
+
+
 def on_cursors(function: Callable[..., Any], **arguments: Any) -> Call:
     made = cursors.Cursors.allocate(3, torch.device("cpu"))
     memory = [made.ring_start, made.num_live, made.conv_start, made.last_accepted]
@@ -156,6 +165,8 @@ CALLS: dict[str, Callable[[], Call]] = {
         "materialize", src_slots=torch.tensor([1, 0]), dst_slots=torch.tensor([2, 0]), rewind=torch.tensor([1, 0]),
         A=[-torch.rand(6) - 0.1, None, None],
     ),
+    "snapshot": lambda: on_snapshot(cache.snapshot),
+    "restore": lambda: on_snapshot(cache.restore),
     "cursors.commit": lambda: on_cursors(
         cursors.commit, slots=torch.tensor([2, -1, 0]), num_accepted=torch.tensor([2, 9, 0]), seq_len=2, window=5,
         ring_len=8, conv_len=6,

@@ -5,6 +5,7 @@ from replayssm.cache.gdn import GDNBuffers, GDNLayer
 from replayssm.cache.mamba2 import Mamba2Buffers, Mamba2Layer
 from replayssm.cache.plan import SlotBytes, StateTraffic, choose_window, slot_bytes, snapshot_bytes, state_traffic
 from replayssm.cache.pool import CapacityError, ReplayPool
+from replayssm.cache.snapshot import restore, snapshot
 
 __all__ = [
     "CapacityError",
@@ -18,7 +19,9 @@ __all__ = [
     "SlotBytes",
     "StateTraffic",
     "choose_window",
+    "restore",
     "slot_bytes",
+    "snapshot",
     "snapshot_bytes",
     "state_traffic",
 ]

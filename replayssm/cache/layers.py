@@ -84,6 +84,6 @@ def ring_lengths(layers: Sequence[Layer], window: int, max_tokens: int) -> tuple
     for layer in layers:
         if max_tokens > layer.max_tokens:
             raise ValueError(
-                f"max_tokens: expected at most {layer.max_tokens} with a {type(layer).__name__}, got {max_tokens}"
+                f"max_tokens: expected at most {layer.max_tokens} with {type(layer).__name__}, got {max_tokens}"
             )
     return window + max_tokens, max(layer.conv_width for layer in layers) - 1 + max_tokens

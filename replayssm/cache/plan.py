@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from replayssm.cache.exact import ExactMamba2Layer
 from replayssm.cache.layers import Layer, allocate_buffers, ring_lengths
 from replayssm.cache.records import tensors_of
 from replayssm.checks import check_number, check_range
@@ -85,8 +86,8 @@ def slot_bytes(
             activation_dtype=activation_dtype,
             device=meta,
         )
-        for _, part, tensor in tensors_of(buffers):
-            parts[part] += tensor.nbytes
+        for held in tensors_of(buffers):
+            parts[held.part] += held.tensor.nbytes
     cursors = Cursors.allocate(1, meta)
     parts["cursors"] = sum(getattr(cursors, each.name).nbytes for each in fields(cursors))
     return SlotBytes(**parts)
@@ -146,7 +147,7 @@ def state_traffic(
 
     Raises:
         TypeError: a number of another type.
-        ValueError: ``num_tokens`` not in 1..window, ``mean_accepted`` not in 1..num_tokens.
+        ValueError: ``num_tokens`` not in 1..window, ``mean_accepted`` not in 1..num_tokens, or an exact layer.
 
     Example:
         >>> from replayssm.cache import Mamba2Layer
@@ -161,6 +162,10 @@ def state_traffic(
     if not 1 <= mean_accepted <= num_tokens:
         raise ValueError(f"mean_accepted: expected 1 <= mean_accepted <= num_tokens={num_tokens}, got {mean_accepted}")
     state, row = _state_and_row(layers, state_dtype, activation_dtype)
+    if any(isinstance(layer, ExactMamba2Layer) for layer in layers):
+        raise ValueError(
+            "layers: expected layers that replay a window, got ExactMamba2Layer, which replays whole chunks"
+        )
     flush_rate = min(1.0, mean_accepted / (window - num_tokens + (mean_accepted + 1) / 2))
     return StateTraffic(
         ordinary=2.0 * state,

@@ -15,7 +15,7 @@ from replayssm.cache.layers import Layer, allocate_buffers, ring_lengths
 from replayssm.cache.mamba2 import Mamba2Buffers
 from replayssm.cache.materialize import Materializer
 from replayssm.cache.records import MAX_SIZE, as_plain, tensors_of
-from replayssm.cache.slots import CapacityError, Slots, SlotTable, check_integers
+from replayssm.cache.slots import CapacityError, Slots, SlotTable, check_integers, check_same_length
 from replayssm.checks import (
     as_device,
     check_device,
@@ -36,9 +36,9 @@ class ReplayPool:
     """Checkpoints, rings and cursors of ``num_slots`` requests for all recurrent layers of a model.
 
     The life of a slot: ``allocate``, ``write_state`` for every layer (prefill), then step by step: the ops verify T
-    tokens, ``commit`` keeps some of them; ``free`` at the end. ``fork`` and ``copy`` duplicate a slot at any time,
-    ``materialize`` between a commit and the next verify only. All layers share the cursors. ``docs/cache.md`` tells
-    the rules.
+    tokens, ``commit`` keeps some of them; ``free`` at the end. Between a commit and the next verify ``fork`` and
+    ``copy`` duplicate slots, ``materialize`` takes tokens back, and ``replayssm.cache.snapshot`` takes slots out of the
+    pool. All layers share the cursors. ``docs/cache.md`` tells the rules.
 
     Slot arguments are int32 or int64 tensors ``[n]`` or lists of ints, of slots in use. Their values are checked on
     the CPU, on other devices with ``REPLAYSSM_CHECK=1`` (and always when they are lists). What is neither raises
@@ -60,12 +60,13 @@ class ReplayPool:
 
     Attributes:
         layers: as given.
-        buffers: one :class:`Mamba2Buffers` or :class:`GDNBuffers` per layer.
+        buffers: one :class:`Mamba2Buffers`, :class:`GDNBuffers` or :class:`ExactMamba2Buffers` per layer.
         cursors: the :class:`replayssm.cursors.Cursors` of all slots.
         num_slots, window, max_tokens: as given.
         ring_len: rows of the replay ring, ``window + max_tokens``.
         conv_len: rows of the convolution's ring, largest width - 1 + ``max_tokens``.
         rand_seed: int64 ``[1]`` or None.
+        table: which slots are in use, and the checks of slot arguments.
         materializer: calls the materialize ops of the layers.
 
     Raises:
@@ -125,7 +126,7 @@ class ReplayPool:
             ]
             self.cursors = Cursors.allocate(num_slots, self.device)
             self.rand_seed = torch.tensor([seed], device=self.device) if stochastic_rounding else None
-        self._table = SlotTable(num_slots, self.device)
+        self.table = SlotTable(num_slots, self.device)
         self.materializer = Materializer(self.layers, self.buffers, self.window, self.ring_len)
 
     # ---- slots
@@ -133,7 +134,7 @@ class ReplayPool:
     @property
     def num_free(self) -> int:
         """Slots that are not in use."""
-        return self._table.num_free
+        return self.table.num_free
 
     def can_allocate(self, n: int) -> bool:
         """Whether ``allocate(n)`` and a fork of n slots would succeed."""
@@ -159,11 +160,11 @@ class ReplayPool:
         Raises:
             ValueError: a slot is not in use or is named twice.
         """
-        self._table.give_back(slots)
+        self.table.give_back(slots)
 
     def reset(self, slots: Slots) -> None:
         """Zero every field of the slots: states, scales, rings, convolution rows and cursors."""
-        self._zero(self._table.resolve("slots", slots))
+        self._zero(self.table.resolve("slots", slots))
 
     def fork(self, src_slots: Slots) -> Tensor:
         """Take new slots that hold copies of everything the given ones hold; one slot may be named several times.
@@ -174,7 +175,7 @@ class ReplayPool:
         Raises:
             CapacityError: too few slots are free.
         """
-        src = self._table.resolve("src_slots", src_slots, distinct=False)
+        src = self.table.resolve("src_slots", src_slots, distinct=False)
         dst = self._take(src.numel())
         self._copy(src, dst)
         return dst
@@ -186,9 +187,9 @@ class ReplayPool:
             src_slots: ``[n]``; one slot may be named several times.
             dst_slots: ``[n]``, distinct.
         """
-        src = self._table.resolve("src_slots", src_slots, distinct=False)
-        dst = self._table.resolve("dst_slots", dst_slots)
-        _check_same_length(src, dst)
+        src = self.table.resolve("src_slots", src_slots, distinct=False)
+        dst = self.table.resolve("dst_slots", dst_slots)
+        check_same_length(src, dst)
         self._copy(src, dst)
 
     # ---- one request's life
@@ -218,11 +219,11 @@ class ReplayPool:
             ValueError: wrong index, shape, dtype or device, or a cursor of a slot is not zero (read as slots are).
         """
         check_range("layer_index", layer_index, 0, len(self.layers) - 1)
-        slots = self._table.resolve("slots", slots)
+        slots = self.table.resolve("slots", slots)
         layer, buffers = self.layers[layer_index], self.buffers[layer_index]
         if (rows is not None) != isinstance(buffers, ExactMamba2Buffers):
             raise ValueError(
-                f"rows: expected them for exact layers and no others, layer {layer_index} is a {type(layer).__name__}"
+                f"rows: expected them for exact layers and no others, layer {layer_index} is {type(layer).__name__}"
             )
         history = layer.conv_width - 1
         sizes = {"n": slots.numel(), **layer.state_sizes}
@@ -256,7 +257,7 @@ class ReplayPool:
         Raises:
             ValueError: wrong shape or dtype, or a value out of range (read as slots are).
         """
-        slots = self._table.resolve("slots", slots, padding=True)
+        slots = self.table.resolve("slots", slots, padding=True)
         num_accepted = self._integers("num_accepted", num_accepted)
         seq_len = seq_len if isinstance(seq_len, int) else self._integers("seq_len", seq_len)
         cursor_rule.commit(
@@ -299,9 +300,9 @@ class ReplayPool:
         Raises:
             ValueError: wrong shape or dtype, or a value out of range (read as slots are).
         """
-        src = self._table.resolve("src_slots", src_slots, distinct=False)
-        dst = self._table.resolve("dst_slots", dst_slots)
-        _check_same_length(src, dst)
+        src = self.table.resolve("src_slots", src_slots, distinct=False)
+        dst = self.table.resolve("dst_slots", dst_slots)
+        check_same_length(src, dst)
         rewind = self._integers("rewind", rewind)
         check_shape("rewind", rewind, "n", {"n": src.numel()})
         check_dtype("rewind", rewind, torch.int32, torch.int64)
@@ -319,7 +320,17 @@ class ReplayPool:
             buffers.conv_rows[dst, : layer.conv_width - 1] = buffers.conv_rows[src.unsqueeze(1), rows]
         cursor_rule.reset(self.cursors, dst)
 
-    # ---- bytes
+    # ---- what there is
+
+    def per_slot(self) -> dict[str, Tensor]:
+        """All that belongs to slots, first axis slots, by layer and field: what reset, fork and snapshot go over."""
+        named = {
+            f"{index}.{each.name}": each.tensor
+            for index, buffers in enumerate(self.buffers)
+            for each in tensors_of(buffers)
+            if each.of_slot
+        }
+        return named | {f"cursors.{name}": tensor for name, tensor in self._cursor_fields()}
 
     def bytes(self) -> int:
         """Bytes of all tensors of the pool."""
@@ -327,12 +338,13 @@ class ReplayPool:
 
     def bytes_per_slot(self) -> int:
         """Bytes of one slot, cursors included."""
-        return sum(tensor[:1].nbytes for _, tensor in self._slotted())
+        return (self.bytes() - (0 if self.rand_seed is None else self.rand_seed.nbytes)) // self.num_slots
 
     def bytes_by_field(self) -> dict[str, int]:
         """Bytes of all slots and layers by the name of the field, and of ``rand_seed`` if there is one."""
         counts: dict[str, int] = {}
-        for name, tensor in self._slotted():
+        held = [(each.name, each.tensor) for buffers in self.buffers for each in tensors_of(buffers)]
+        for name, tensor in (*held, *self._cursor_fields()):
             counts[name] = counts.get(name, 0) + tensor.nbytes
         if self.rand_seed is not None:
             counts["rand_seed"] = self.rand_seed.nbytes
@@ -340,23 +352,16 @@ class ReplayPool:
 
     # ---- inside
 
-    def _slotted(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor with one entry per slot, and its field's name."""
-        for buffers in self.buffers:
-            for name, _, tensor in tensors_of(buffers):
-                yield name, tensor
-        yield from self._cursor_fields()
-
     def _cursor_fields(self) -> Iterator[tuple[str, Tensor]]:
         for field in fields(self.cursors):
             yield field.name, getattr(self.cursors, field.name)
 
     def _take(self, n: int) -> Tensor:
         check_range("n", n, 0, MAX_SIZE)
-        return self._table.take(n)
+        return self.table.take(n)
 
     def _zero(self, slots: Tensor) -> None:
-        plain = [as_plain(tensor) for _, tensor in self._slotted()]
+        plain = [as_plain(tensor) for tensor in self.per_slot().values()]
         if slots.numel() == self.num_slots:
             for dtype in {tensor.dtype for tensor in plain}:  # few launches, where there would be some per layer
                 torch._foreach_zero_([tensor for tensor in plain if tensor.dtype == dtype])
@@ -365,7 +370,7 @@ class ReplayPool:
             tensor.index_fill_(0, slots, 0)
 
     def _copy(self, src: Tensor, dst: Tensor) -> None:
-        for _, tensor in self._slotted():
+        for tensor in self.per_slot().values():
             plain = as_plain(tensor)
             plain.index_copy_(0, dst, plain.index_select(0, src))
 
@@ -388,8 +393,3 @@ class ReplayPool:
                 )
             if target in src[:index] or target in src[index + 1 :]:
                 raise ValueError(f"dst_slots: expected no slot that another request reads, got {target}")
-
-
-def _check_same_length(src: Tensor, dst: Tensor) -> None:
-    if src.numel() != dst.numel():
-        raise ValueError(f"dst_slots: expected as many as src_slots, {src.numel()}, got {dst.numel()}")

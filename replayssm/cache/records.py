@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
-from typing import Any
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from replayssm.batch_invariant_decode import BatchInvariantDecodeBuffers
 from replayssm.checks import check_flag, check_range
 
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -54,15 +55,34 @@ def check_dtypes(
             raise ValueError(f"{name}: expected {names} for {kind} layers, got {dtype}")
 
 
-def tensors_of(buffers: Any, part: str = "") -> Iterator[tuple[str, str, Tensor]]:
-    """Name, part of ``SlotBytes`` and tensor of every field of a layer's buffers, those of records inside included."""
+class Held(NamedTuple):
+    """A tensor of a layer's buffers.
+
+    Attributes:
+        name: of its field, that of records inside behind theirs: ``records.x``.
+        part: of ``SlotBytes`` it counts for.
+        tensor: first axis slots.
+        of_slot: whether its entries belong to slots. Others are memory of a call, one entry for each of its lanes.
+    """
+
+    name: str
+    part: str
+    tensor: Tensor
+    of_slot: bool
+
+
+def tensors_of(buffers: Any) -> Iterator[Held]:
+    """Every tensor of a layer's buffers, those of records inside included."""
     for each in fields(buffers):
-        value = getattr(buffers, each.name)
-        belongs = each.metadata.get("part", part)
+        value, part = getattr(buffers, each.name), each.metadata["part"]
         if isinstance(value, Tensor):
-            yield each.name, belongs, value
-        elif is_dataclass(value):
-            yield from tensors_of(value, belongs)
+            yield Held(each.name, part, value, True)
+        elif isinstance(value, BatchInvariantDecodeBuffers):
+            kept = value.per_slot()
+            for inner in fields(value):
+                tensor = getattr(value, inner.name)
+                if isinstance(tensor, Tensor):
+                    yield Held(f"{each.name}.{inner.name}", part, tensor, inner.name in kept)
 
 
 def as_plain(tensor: Tensor) -> Tensor:

@@ -111,6 +111,12 @@ def check_integers(name: str, values: object) -> None:
         raise TypeError(f"{name}: expected a tensor or a list of ints, got {values!r}")
 
 
+def check_same_length(src: Tensor, dst: Tensor) -> None:
+    """Raise ValueError unless as many destinations are given as sources."""
+    if src.numel() != dst.numel():
+        raise ValueError(f"dst_slots: expected as many as src_slots, {src.numel()}, got {dst.numel()}")
+
+
 def _check_tensor(name: str, slots: Tensor, device: torch.device) -> None:
     check_shape(name, slots, "n", {})
     check_dtype(name, slots, torch.int32, torch.int64)

@@ -28,14 +28,14 @@ def test_a_pool(kind, state_dtype):
         activation_dtype=torch.bfloat16,
         device="cuda",
     )
-    for _, tensor in pool._slotted():
+    for tensor in pool.per_slot().values():
         tensor.view(torch.uint8).fill_(0xFF)
     done = replayssm.warmup(pool, tokens=(1, 5), batch=(1, 3))
     assert done.kernels == len(done.names) >= 4 and 0 <= done.compiled <= done.kernels and done.seconds > 0
-    assert all((tensor.view(torch.uint8) == 0xFF).all() for _, tensor in pool._slotted())
+    assert all((tensor.view(torch.uint8) == 0xFF).all() for tensor in pool.per_slot().values())
     again = replayssm.warmup(pool, tokens=(1, 5), batch=(1, 3))
     assert again.kernels == 0
-    for _, tensor in pool._slotted():
+    for tensor in pool.per_slot().values():
         tensor.view(torch.uint8).zero_()
     # Real slots need nothing more, in a graph either.
     slots = pool.allocate(3)

@@ -206,12 +206,12 @@ def test_padding_leaves_the_other_slots_alone():
     session.step.choose([0, 1, 2, 3, 4], [[5], [6, 7], [8], [9], [5]], [0] * 5)
     session.cache.accept([1, 2, 0, 2, 1])
     idle = [int(session.cache.slots[row]) for row in (0, 3)]
-    before = [tensor[idle].clone() for _, tensor in session.cache.pool._slotted()]
+    before = [tensor[idle].clone() for tensor in session.cache.pool.per_slot().values()]
     for _ in range(3):
         session.step.choose([1, 2, 4], [[5, 6, 7], [8], [9, 4]], [0] * 3)
         session.cache.accept([2, 1, 4])
     assert session.cache.slots[3:].tolist() == [-1]
-    assert all(torch.equal(a, b[idle]) for a, (_, b) in zip(before, session.cache.pool._slotted(), strict=True))
+    assert all(torch.equal(a, b[idle]) for a, b in zip(before, session.cache.pool.per_slot().values(), strict=True))
     # What the idle rows are owed is still noted.
     session.cache.select([0, 3])
     assert session.cache.take_owed() == [(2, 1), (2, 2)]
