@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from replayssm import cursors
-from replayssm.cache import GDNLayer, Mamba2Layer, ReplayPool
+from replayssm.batch_invariant_decode import batch_invariant_decode_buffered_scan
+from replayssm.cache import ExactMamba2Layer, GDNLayer, Mamba2Layer, ReplayPool
+from replayssm.cache.materialize import Materializer
 from replayssm.checks import check_flag, check_range, check_sequence
 from replayssm.conv import causal_conv1d_replay
 from replayssm.gdn_decode import gated_delta_rule_checkpointing
@@ -188,18 +190,18 @@ def _step(
         activation="silu",
         state_batch_indices=slots,
     )
-    if isinstance(layer, Mamba2Layer):
+    if isinstance(layer, ExactMamba2Layer):
+        _exact(pool, index, x, slots, dtype, with_z)
+    elif isinstance(layer, Mamba2Layer):
         _ssu(pool, index, x, slots, dtype, with_z)
     elif isinstance(layer, GDNLayer):
         _gdn(pool, index, x, slots, dtype)
 
 
 def _ssu(pool: ReplayPool, index: int, conv_out: Tensor, slots: Tensor, dtype: torch.dtype, with_z: bool) -> None:
-    layer: Any = pool.layers[index]
     buffers: Any = pool.buffers[index]
-    heads, headdim, groups, dstate = layer.nheads, layer.headdim, layer.ngroups, layer.dstate
-    x, B, C = conv_out.split((heads * headdim, groups * dstate, groups * dstate), -1)
-    x, B, C = x.unflatten(-1, (heads, headdim)), B.unflatten(-1, (groups, dstate)), C.unflatten(-1, (groups, dstate))
+    x, B, C = _split(pool.layers[index], conv_out)
+    heads, headdim, dstate = buffers.state.shape[1:]
     number = torch.zeros(heads, dtype=dtype, device=pool.device)
     dt = torch.zeros(*x.shape[:3], 1, device=pool.device).expand(x.shape)
     checkpointing_ssu(
@@ -224,6 +226,26 @@ def _ssu(pool: ReplayPool, index: int, conv_out: Tensor, slots: Tensor, dtype: t
         rand_seed=pool.rand_seed,
         max_window=pool.window,
     )
+
+
+def _exact(pool: ReplayPool, index: int, conv_out: Tensor, slots: Tensor, dtype: torch.dtype, with_z: bool) -> None:
+    buffers: Any = pool.buffers[index]
+    slots = slots[: pool.num_slots]  # the records have memory for as many lanes
+    x, B, C = _split(pool.layers[index], conv_out[: pool.num_slots])
+    number = torch.zeros(x.shape[2], dtype=dtype, device=pool.device)
+    z = torch.zeros_like(x) if with_z else None
+    dt = torch.zeros(x.shape[:3], dtype=x.dtype, device=pool.device)
+    batch_invariant_decode_buffered_scan(
+        buffers.records, x, z, dt, B, C, number.float(), number, number, slots, buffers.state
+    )
+    buffers.records.commit(slots, torch.zeros_like(slots))
+
+
+def _split(layer: Any, conv_out: Tensor) -> list[Tensor]:
+    """x, B and C of a Mamba-2 layer."""
+    shapes = (layer.nheads, layer.headdim), (layer.ngroups, layer.dstate), (layer.ngroups, layer.dstate)
+    parts = conv_out.split([heads * dim for heads, dim in shapes], -1)
+    return [part.unflatten(-1, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _gdn(pool: ReplayPool, index: int, conv_out: Tensor, slots: Tensor, dtype: torch.dtype) -> None:
@@ -255,13 +277,19 @@ def _gdn(pool: ReplayPool, index: int, conv_out: Tensor, slots: Tensor, dtype: t
 
 
 def _materialize(pool: ReplayPool, slots: Tensor, dtype: torch.dtype) -> None:
+    # Exact layers materialize by copying.
+    held = [pair for pair in zip(pool.layers, pool.buffers, strict=True) if not isinstance(pair[0], ExactMamba2Layer)]
+    if not held:
+        return
+    layers, buffers = zip(*held, strict=True)
+    materializer = Materializer(layers, buffers, pool.window, pool.ring_len)
     decays = [
         torch.full((layer.nheads,), -1.0, dtype=dtype, device=pool.device) if isinstance(layer, Mamba2Layer) else None
-        for layer in pool.layers
+        for layer in layers
     ]
-    rates, starts = pool.materializer.decays(decays), torch.zeros_like(slots, dtype=torch.int32)
+    rates, starts = materializer.decays(decays), torch.zeros_like(slots, dtype=torch.int32)
     for prefix_len in (starts, starts.long()):  # as the caller's rewind is int32 or int64
-        pool.materializer.write_states(slots, slots, starts, prefix_len, rates, starts)
+        materializer.write_states(slots, slots, starts, prefix_len, rates, starts)
 
 
 def _commit(pool: ReplayPool) -> None:

@@ -5,11 +5,13 @@ import torch
 
 import replayssm
 from replayssm import warming
-from replayssm.cache import GDNLayer, Mamba2Layer, ReplayPool
+from replayssm.cache import ExactMamba2Layer, GDNLayer, Mamba2Layer, ReplayPool
 from replayssm.testing import using
 
 MAMBA = Mamba2Layer(nheads=6, headdim=8, dstate=12, ngroups=2, conv_width=3)
 GDN = GDNLayer(value_heads=4, value_dim=6, key_dim=10, key_heads=2, conv_width=4)
+
+EXACT = ExactMamba2Layer(nheads=6, headdim=8, dstate=12, ngroups=2, conv_width=3, chunk_size=16)
 
 
 def make_pool(state_dtype=torch.float32, **options):
@@ -47,7 +49,7 @@ def test_refused_types():
 
 
 @pytest.mark.parametrize("module", ["cpu", "kernels"])
-@pytest.mark.parametrize("layers", [[MAMBA], [GDN]])
+@pytest.mark.parametrize("layers", [[MAMBA], [GDN], [EXACT], [EXACT, MAMBA, GDN]])
 @pytest.mark.parametrize("batch", [1, 5])
 def test_padding_leaves_the_pool_as_it_is(module, layers, batch):
     if module == "kernels":

@@ -5,7 +5,7 @@ import torch
 
 import replayssm
 from replayssm import warming
-from replayssm.cache import GDNLayer, Mamba2Layer, ReplayPool
+from replayssm.cache import ExactMamba2Layer, GDNLayer, Mamba2Layer, ReplayPool
 
 pytestmark = [
     pytest.mark.gpu,
@@ -14,10 +14,13 @@ pytestmark = [
 LAYERS = {
     "mamba": Mamba2Layer(nheads=6, headdim=24, dstate=20, ngroups=2, conv_width=3),
     "gdn": GDNLayer(value_heads=4, value_dim=24, key_dim=20, key_heads=2, conv_width=4),
+    "exact": ExactMamba2Layer(nheads=6, headdim=24, dstate=20, ngroups=2, conv_width=3, chunk_size=32),
 }
 
 
-@pytest.mark.parametrize(("kind", "state_dtype"), [("mamba", torch.bfloat16), ("gdn", torch.float32)])
+@pytest.mark.parametrize(
+    ("kind", "state_dtype"), [("mamba", torch.bfloat16), ("gdn", torch.float32), ("exact", torch.float32)]
+)
 def test_a_pool(kind, state_dtype):
     pool = ReplayPool(
         [LAYERS[kind]],
