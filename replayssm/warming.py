@@ -16,7 +16,7 @@ from replayssm import cursors
 from replayssm.batch_invariant_decode import batch_invariant_decode_buffered_scan
 from replayssm.cache import ExactMamba2Layer, GDNLayer, Mamba2Layer, ReplayPool
 from replayssm.cache.materialize import Materializer
-from replayssm.checks import check_flag, check_range, check_sequence
+from replayssm.checks import FLOATS, INDICES, check_flag, check_range, check_sequence
 from replayssm.conv import causal_conv1d_replay
 from replayssm.gdn_decode import gated_delta_rule_checkpointing
 from replayssm.mamba import checkpointing_ssu
@@ -49,6 +49,7 @@ def warmup(
     batch: Sequence[int] = (1,),
     window: int = 16,
     longest_prompt: int = 1024,
+    exact: bool = False,
     parameter_dtype: torch.dtype = torch.float32,
     index_dtype: torch.dtype = torch.int64,
     conv_bias: bool = True,
@@ -76,6 +77,7 @@ def warmup(
         window: of the generations, with a model; a pool has its own.
         longest_prompt: tokens of the longest prompt of the generations. Those above 1024 tokens, and all of models with
             experts, take kernels of their own, which make the warm-up several times as long.
+        exact: of the generations, with a model.
         parameter_dtype: type of A, D and dt_bias (of A_log and dt_bias), for a pool; float32, bfloat16 or float16.
         index_dtype: type of the slot numbers that will be passed with a pool, int32 or int64.
         conv_bias: whether the convolution of the pool's layers has a bias.
@@ -107,16 +109,17 @@ def warmup(
     check_range("longest_prompt", longest_prompt, 1, sys.maxsize)
     check_flag("conv_bias", conv_bias)
     check_flag("with_z", with_z)
+    check_flag("exact", exact)
     for count in batch:
         check_range("batch", count, 1, _MOST_BATCH)
     for name, dtype, allowed in (
-        ("parameter_dtype", parameter_dtype, (torch.float32, torch.bfloat16, torch.float16)),
-        ("index_dtype", index_dtype, (torch.int32, torch.int64)),
+        ("parameter_dtype", parameter_dtype, FLOATS),
+        ("index_dtype", index_dtype, INDICES),
     ):
         if dtype not in allowed:
             raise ValueError(f"{name}: expected {' or '.join(map(str, allowed))}, got {dtype}")
     if not is_pool:
-        return _model_warmup(target, tokens, batch, window, longest_prompt)
+        return _model_warmup(target, tokens, batch, window, longest_prompt, exact)
     for count in tokens:
         check_range("tokens", count, 1, target.max_tokens, "the pool's max_tokens")
     if target.device.type == "cpu":
@@ -133,7 +136,9 @@ def warmup(
     return done
 
 
-def _model_warmup(model: Any, tokens: Sequence[int], batch: Sequence[int], window: int, longest_prompt: int) -> Warmup:
+def _model_warmup(
+    model: Any, tokens: Sequence[int], batch: Sequence[int], window: int, longest_prompt: int, exact: bool
+) -> Warmup:
     # Imported here, because pools are used without transformers.
     from replayssm.hf.attach import attached, check_model
     from replayssm.hf.rehearsal import rehearse
@@ -146,7 +151,7 @@ def _model_warmup(model: Any, tokens: Sequence[int], batch: Sequence[int], windo
     with attached(model), _counted(model.device) as done:
         for rows in batch:
             for count in tokens:
-                rehearse(model, rows, count, window, longest_prompt)
+                rehearse(model, rows, count, window, longest_prompt, exact)
     return done
 
 

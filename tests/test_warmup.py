@@ -92,4 +92,5 @@ def test_a_model_is_checked_and_left_as_it_is():
     from replayssm.hf import attach
 
     with torch.inference_mode():
-        rehearse(attach(model), 2, 5, 3, 17)
+        for exact in (False, True):
+            rehearse(attach(model), 2, 5, 3, 17, exact)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from transformers import PreTrainedModel
 
-from replayssm.hf.sampling import Greedy
+from replayssm.hf.sampling import Greedy, Gumbel
 from replayssm.hf.session import Session, Shape
 from replayssm.hf.step import padded_size
 
@@ -13,8 +14,8 @@ from replayssm.hf.step import padded_size
 _LENGTHS = (1, 3, 16, 17, 32, 33, 48, 64, 1000)
 
 
-def rehearse(model: PreTrainedModel, rows: int, max_tokens: int, window: int, longest_prompt: int) -> None:
-    """Run prompts up to a length and a step of every width.
+def rehearse(model: PreTrainedModel, rows: int, max_tokens: int, window: int, longest_prompt: int, exact: bool) -> None:
+    """Run prompts up to a length and a step of every width, greedily and with noise.
 
     Args:
         model: attached.
@@ -22,15 +23,18 @@ def rehearse(model: PreTrainedModel, rows: int, max_tokens: int, window: int, lo
         max_tokens: most tokens of a step.
         window: of the pool; raised to ``max_tokens`` if it is smaller.
         longest_prompt: tokens of the longest prompt that will come.
+        exact: whether recurrent layers run on exact decode.
     """
-    session = Session(model, Shape(rows, max_tokens, max(window, max_tokens), Greedy()))
-    session.step.start(0, range(rows))
-    whole = [session.most_in_pieces + length for length in _LENGTHS]
-    for length in (1, *(length for length in whole if length <= longest_prompt)):
-        session.cache.reset()
-        for _ in session.prefill([[0] * length] * rows):
-            pass
-    for width in sorted({padded_size(width, max_tokens) for width in range(1, max_tokens + 1)}):
-        session.step.choose(list(range(rows)), [[0] * width] * rows, [0] * rows)
-        session.cache.accept([0] * rows)
-    session.cache.close()
+    for sampler in (Greedy(), Gumbel()):
+        session = Session(model, Shape(rows, max_tokens, max(window, max_tokens), sampler, exact))
+        session.step.start(0, range(rows))
+        numbers = torch.zeros(rows, dtype=torch.int64, device=model.device)
+        whole = [session.most_in_pieces + length for length in _LENGTHS]
+        for length in (1, *(length for length in whole if length <= longest_prompt)):
+            session.cache.reset()
+            for some, logits in session.prefill([[0] * length] * rows):
+                sampler.choose(logits, numbers[: len(some)], numbers[: len(some)], numbers[: len(some), None])
+        for width in sorted({padded_size(width, max_tokens) for width in range(1, max_tokens + 1)}):
+            session.step.choose(list(range(rows)), [[0] * width] * rows, [0] * rows)
+            session.cache.accept([0] * rows)
+        session.cache.close()

@@ -53,7 +53,8 @@ def test_a_pool(kind, state_dtype):
     assert loaded.kernels == 0, loaded.names
 
 
-def test_a_model():
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_model(exact):
     pytest.importorskip("transformers")
     from transformers import Mamba2Config, Mamba2ForCausalLM
 
@@ -63,9 +64,10 @@ def test_a_model():
     config = Mamba2Config(vocab_size=64, hidden_size=32, num_heads=16, head_dim=4, state_size=16, n_groups=1,
                           num_hidden_layers=2, chunk_size=16, eos_token_id=None)  # fmt: skip
     model = hf.attach(Mamba2ForCausalLM(config).eval().cuda())
-    done = replayssm.warmup(model, tokens=(3,), batch=(2,))
+    done = replayssm.warmup(model, tokens=(3,), batch=(2,), exact=exact)
     assert done.kernels >= 6
     ids = torch.randint(1, 64, (2, 69), device="cuda")
-    with warming._counted(model.device) as loaded:
-        hf.generate(model, ids, num_draft_tokens=2, max_new_tokens=20)
-    assert loaded.kernels == 0, loaded.names
+    for do_sample in (False, True):
+        with warming._counted(model.device) as loaded:
+            hf.generate(model, ids, num_draft_tokens=2, max_new_tokens=20, do_sample=do_sample, exact=exact)
+        assert loaded.kernels == 0, loaded.names
