@@ -17,6 +17,9 @@ from torch import Tensor
 
 Result = TypeVar("Result")
 _MOST_LAYOUTS = 1024
+# What activations, parameters and states may be stored in, and slot numbers.
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INDICES = (torch.int32, torch.int64)
 
 
 def once_per_layout(check: Callable[..., Result]) -> Callable[..., Result]:
@@ -219,14 +222,6 @@ def check_values(name: str, tensor: Tensor, low: int, high: int, why: str = "") 
         raise ValueError(
             f"{name}: expected values in {low}..{high}{f' ({why})' if why else ''}, got {value} at {list(where)}"
         )
-
-
-def check_unique(name: str, slots: Tensor) -> None:
-    """Raise ValueError when a non-negative slot occurs twice. Reads values back: for the checked mode only."""
-    live = slots[slots >= 0]
-    values, counts = live.unique(return_counts=True)
-    if bool((counts > 1).any()):
-        raise ValueError(f"{name}: expected distinct slots, got {values[counts > 1][0].item()} more than once")
 
 
 def check_finite(name: str, tensor: Tensor, where: str) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
+
+from replayssm.checks import checked_mode
 
 # Device type -> module inside the family's folder. A device that is not listed is refused: nothing falls back silently.
 IMPLEMENTATIONS = {"cpu": "cpu", "cuda": "kernels"}
@@ -49,3 +53,21 @@ def implementation(family: str, device: torch.device) -> ModuleType:
             f"replayssm.{family}: tensors on device '{device}' are not supported yet; supported: {supported}"
         )
     return _load(family, IMPLEMENTATIONS[device.type])
+
+
+def by_device(family: str, name: str, check: Callable[..., None] | None = None) -> Callable[..., None]:
+    """A function that runs a family's implementation for the device of its first argument, a tensor.
+
+    Args:
+        family: folder name of the op family.
+        name: of the function in the family's modules.
+        check: reads values, with the same arguments, in the checked mode.
+    """
+
+    def run(*args: Any) -> None:
+        function = getattr(implementation(family, args[0].device), name)
+        if check is not None and checked_mode():
+            check(*args)
+        function(*args)
+
+    return run

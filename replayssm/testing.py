@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from replayssm import dispatch
+from replayssm.mamba.arguments import STATE_DTYPES as STATE_DTYPES
 from replayssm.rounding import SCALED_DTYPES, encode
-
-STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn)
 
 # Half a unit in the last place, relative to the value: the error of one rounding to nearest.
 _HALF_ULP = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float8_e4m3fn: 2.0**-4}

@@ -11,7 +11,6 @@ from replayssm.checks import (
     check_separate,
     check_shape,
     check_tensor,
-    check_unique,
     check_values,
     checked_mode,
     once_per_layout,
@@ -114,12 +113,6 @@ def test_values_reports_the_first_bad_element():
     check_values("a", torch.tensor([[0, 3], [2, 1]]), 0, 3)
     with pytest.raises(ValueError, match=r"^a: expected values in 0..3 \(rows\), got 4 at \[1, 0\]$"):
         check_values("a", torch.tensor([[0, 3], [4, -1]]), 0, 3, "rows")
-
-
-def test_unique_ignores_padding():
-    check_unique("a", torch.tensor([-1, 4, -1, 0, -7, -7]))
-    with pytest.raises(ValueError, match=r"^a: expected distinct slots, got 4 more than once$"):
-        check_unique("a", torch.tensor([4, -1, 3, 4]))
 
 
 @pytest.mark.parametrize(("value", "on"), [("1", True), ("0", False), ("", False), (None, False)])

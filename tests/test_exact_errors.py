@@ -133,7 +133,7 @@ def test_cursors(max_tokens, field, value, message):
         ({"nheads": 0}, "nheads: expected 1 <= nheads", ValueError),
         ({"headdim": 2.0}, "headdim: expected an int, got 2.0", TypeError),
         ({"ngroups": 4}, "ngroups: expected a divisor of nheads=6, got 4", ValueError),
-        ({"dtype": torch.float64}, "dtype: expected torch.bfloat16 or torch.float16 or torch.float32", ValueError),
+        ({"dtype": torch.float64}, "dtype: expected torch.float32 or torch.bfloat16 or torch.float16", ValueError),
         ({"max_tokens": 17}, "max_tokens: expected 1 <= max_tokens <= 16", ValueError),
     ],
 )

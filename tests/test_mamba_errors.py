@@ -334,7 +334,7 @@ def materialize_arguments():
         ({"replay_prefix_len": torch.zeros(2)}, "replay_prefix_len: expected dtype torch.int32, got torch.float32"),
         ({"active_request_indices": int32([0, 0]).to("meta")}, "active_request_indices: expected device cpu"),
         ({"state_dtype": torch.int16}, "state_dtype: expected torch.float32 or torch.bfloat16"),
-        ({"input_dtype": torch.int8}, "input_dtype: expected torch.bfloat16 or torch.float16 or torch.float32"),
+        ({"input_dtype": torch.int8}, "input_dtype: expected torch.float32 or torch.bfloat16 or torch.float16"),
         ({"matrixA_dtype": torch.float64}, "matrixA_dtype: expected"),
         ({"max_window": 65}, "max_window: expected 1 <= max_window <= 64, got 65"),
         ({"max_window": 0}, "max_window: expected 1 <= max_window <= 64, got 0"),

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from replayssm.checks import (
+    FLOATS,
+    INDICES,
     check_device,
     check_dt_options,
     check_dtype,
@@ -17,9 +19,8 @@ from replayssm.checks import (
     check_tensor,
     once_per_layout,
 )
-from replayssm.ssd.arguments import INPUT_DTYPES, check_chunk_size, check_groups, check_skip
+from replayssm.ssd.arguments import check_chunk_size, check_groups, check_skip
 
-_INDEX = (torch.int32, torch.int64)
 _ROWS = {
     "buffers.x": "slots rows nheads headdim",
     "buffers.z": "slots rows nheads headdim",
@@ -110,17 +111,17 @@ def _dtypes(name: str, anchor: Tensor, tensors: dict[str, Tensor | None]) -> tup
     """The dtypes that an argument may have; ``anchor`` has the activation dtype."""
     dt_rows = tensors.get("buffers.dt")
     if name in ("A", "dt_bias", "buffers.dt"):
-        return INPUT_DTYPES
+        return FLOATS
     if name in _STATES:
         return (torch.float32,)
     if name in ("buffers.num_buffered", "buffers.ring_start", "buffers.arrivals", "cu_seqlens"):
         return (torch.int32,)
     if name in ("batch_indices", "chunk_starts", "slots", "target_rows", "chunk_flags"):
-        return _INDEX
+        return INDICES
     if name == "dt":
-        return INPUT_DTYPES if dt_rows is None else (dt_rows.dtype,)
+        return FLOATS if dt_rows is None else (dt_rows.dtype,)
     if tensors[name] is anchor:
-        return INPUT_DTYPES
+        return FLOATS
     return (anchor.dtype,)
 
 
@@ -180,7 +181,7 @@ def check_refresh(shadow: Tensor, ssm_state: Tensor, batch_indices: Tensor) -> N
         ValueError: a shape, dtype, device or stride does not fit.
     """
     sizes = dict(zip(_SHADOW.split(), shadow.shape, strict=True))
-    expected = (("ssm_state", ssm_state, _SHADOW, (torch.float32,)), ("batch_indices", batch_indices, "lanes", _INDEX))
+    expected = (("ssm_state", ssm_state, _SHADOW, (torch.float32,)), ("batch_indices", batch_indices, "lanes", INDICES))
     for name, tensor, spec, dtypes in expected:
         check_tensor(name, tensor)
         check_shape(name, tensor, spec, sizes)
@@ -219,7 +220,7 @@ def check_masked_update_rows(states: Tensor, indices: Tensor, values: Tensor) ->
         check_tensor(name, tensor)
         check_device(name, tensor, states.device)
     check_shape("indices", indices, "entries", {})
-    check_dtype("indices", indices, *_INDEX)
+    check_dtype("indices", indices, *INDICES)
     expected = [indices.shape[0], *states.shape[1:]]
     if states.dim() < 1 or list(values.shape) != expected:
         raise ValueError(

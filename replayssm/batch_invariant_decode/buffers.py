@@ -9,8 +9,8 @@ from torch import Tensor
 
 from replayssm.batch_invariant_decode import ops
 from replayssm.batch_invariant_decode.arguments import check_refresh, check_store
-from replayssm.checks import as_device, check_device, check_dtype, check_flag, check_range, check_shape
-from replayssm.ssd.arguments import INPUT_DTYPES, check_chunk_size
+from replayssm.checks import FLOATS, as_device, check_device, check_dtype, check_flag, check_range, check_shape
+from replayssm.ssd.arguments import check_chunk_size
 
 _PER_SLOT = ("x", "z", "dt", "B", "C", "num_buffered", "ring_start", "shadow")
 
@@ -109,8 +109,8 @@ class BatchInvariantDecodeBuffers:
         check_range("max_tokens", max_tokens, 1, chunk_size, "at most a chunk")
         if nheads % ngroups:
             raise ValueError(f"ngroups: expected a divisor of nheads={nheads}, got {ngroups}")
-        if dtype not in INPUT_DTYPES:
-            raise ValueError(f"dtype: expected {' or '.join(str(d) for d in INPUT_DTYPES)}, got {dtype}")
+        if dtype not in FLOATS:
+            raise ValueError(f"dtype: expected {' or '.join(str(d) for d in FLOATS)}, got {dtype}")
         check_flag("trimmed", trimmed)
         check_flag("shadow", shadow)
         if shadow and dtype == torch.float32:

@@ -2,43 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
-
 from replayssm.batch_invariant_decode.checked import check_values
-from replayssm.checks import checked_mode
 from replayssm.custom_op import define
-from replayssm.dispatch import implementation
+from replayssm.dispatch import by_device
 
 _FAMILY = "batch_invariant_decode"
-
-
-def _run_step(ssm_state: Tensor, *args: Any) -> None:
-    run = implementation(_FAMILY, ssm_state.device).step
-    if checked_mode():
-        check_values(ssm_state, *args)
-    run(ssm_state, *args)
-
-
-def _run_decode_rows(initial_states: Tensor, *args: Any) -> None:
-    implementation(_FAMILY, initial_states.device).decode_rows(initial_states, *args)
-
-
-def _run_store_tails(x_rows: Tensor, *args: Any) -> None:
-    implementation(_FAMILY, x_rows.device).store_tails(x_rows, *args)
-
-
-def _run_masked_update_rows(states: Tensor, *args: Any) -> None:
-    implementation(_FAMILY, states.device).masked_update_rows(states, *args)
-
-
-def _run_refresh(shadow: Tensor, *args: Any) -> None:
-    implementation(_FAMILY, shadow.device).refresh(shadow, *args)
-
-
-def _run_commit(num_buffered: Tensor, *args: Any) -> None:
-    implementation(_FAMILY, num_buffered.device).commit(num_buffered, *args)
 
 
 step = define(
@@ -47,30 +15,30 @@ step = define(
     "Tensor(j!) chunk_flags, Tensor(k!) out, Tensor(l!)? shadow, Tensor(m!)? arrivals, Tensor x, Tensor? z, "
     "Tensor dt, Tensor B, Tensor C, Tensor A, Tensor? D, Tensor? dt_bias, Tensor batch_indices, int chunk_size, "
     "int most_live, bool dt_softplus, float dt_min, float dt_max) -> ()",
-    _run_step,
+    by_device(_FAMILY, "step", check_values),
 )
 decode_rows = define(
     "batch_invariant_decode_rows(Tensor(a!) initial_states, Tensor(b!) out, Tensor x, Tensor? z, Tensor dt, Tensor A, "
     "Tensor B, Tensor C, int chunk_size, Tensor chunk_starts, Tensor slots, Tensor target_rows, Tensor chunk_flags, "
     "Tensor? D, Tensor? dt_bias, bool dt_softplus, float dt_min, float dt_max) -> ()",
-    _run_decode_rows,
+    by_device(_FAMILY, "decode_rows"),
 )
 store_tails = define(
     "batch_invariant_decode_store(Tensor(a!) x_rows, Tensor(b!)? z_rows, Tensor(c!) dt_rows, Tensor(d!) B_rows, "
     "Tensor(e!)? C_rows, Tensor(f!) num_buffered, Tensor(g!)? ring_start, Tensor x, Tensor? z, Tensor dt, Tensor B, "
     "Tensor? C, Tensor cu_seqlens, Tensor batch_indices, int chunk_size, bool extend) -> ()",
-    _run_store_tails,
+    by_device(_FAMILY, "store_tails"),
 )
 masked_update_rows = define(
     "masked_update_rows(Tensor(a!) states, Tensor indices, Tensor values) -> ()",
-    _run_masked_update_rows,
+    by_device(_FAMILY, "masked_update_rows"),
 )
 refresh = define(
     "batch_invariant_decode_refresh(Tensor(a!) shadow, Tensor ssm_state, Tensor batch_indices) -> ()",
-    _run_refresh,
+    by_device(_FAMILY, "refresh"),
 )
 commit = define(
     "batch_invariant_decode_commit(Tensor(a!) num_buffered, Tensor batch_indices, Tensor num_accepted, "
     "int max_tokens) -> ()",
-    _run_commit,
+    by_device(_FAMILY, "commit"),
 )

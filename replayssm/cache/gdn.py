@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from replayssm.cache.records import check_dtypes, check_sizes
-from replayssm.checks import check_range
-from replayssm.gdn_decode.arguments import FLOATS, MAX_DIM, MAX_TOKENS
+from replayssm.checks import FLOATS, check_range
+from replayssm.gdn_decode.arguments import MAX_DIM, MAX_TOKENS
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from replayssm.cache.records import check_dtypes, check_sizes
-from replayssm.mamba.arguments import MAX_WINDOW
+from replayssm.mamba.arguments import MAX_WINDOW, STATE_DTYPES
 from replayssm.rounding import SCALED_DTYPES
-
-STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, *SCALED_DTYPES)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from replayssm.batch_invariant_decode import BatchInvariantDecodeBuffers
-from replayssm.checks import check_flag, check_range
+from replayssm.checks import FLOATS, check_flag, check_range
 
-ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Slots and places inside of one are int32 in kernels.
 MAX_SIZE = (1 << 31) - 1
 
@@ -48,7 +47,7 @@ def check_dtypes(
     """Raise ValueError unless both dtypes of a pool can be stored for this kind of layer."""
     for name, dtype, allowed in (
         ("state_dtype", state_dtype, state_dtypes),
-        ("activation_dtype", activation_dtype, ACTIVATION_DTYPES),
+        ("activation_dtype", activation_dtype, FLOATS),
     ):
         if dtype not in allowed:
             names = " or ".join(str(each) for each in allowed)

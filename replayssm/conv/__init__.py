@@ -16,21 +16,17 @@ from replayssm.checks import (
     once_per_layout,
 )
 from replayssm.custom_op import define
-from replayssm.dispatch import implementation
+from replayssm.dispatch import by_device
 
 __all__ = ["causal_conv1d_replay"]
 
 _ACTIVATIONS = (None, "silu")
 
 
-def _run(rows: Tensor, *args: object) -> None:
-    implementation("conv", rows.device).causal_conv1d_replay(rows, *args)
-
-
 _op = define(
     "causal_conv1d_replay(Tensor(a!) rows, Tensor conv_start, Tensor x, Tensor weight, Tensor? bias, str? activation, "
     "Tensor? state_batch_indices, int pad_slot_id, Tensor? cu_seqlens, int? max_seqlen, Tensor(b!) out) -> ()",
-    _run,
+    by_device("conv", "causal_conv1d_replay"),
 )
 
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from replayssm.checks import (
+    FLOATS,
+    INDICES,
     check_device,
     check_dtype,
     check_flag,
@@ -20,8 +22,6 @@ from replayssm.checks import (
     once_per_layout,
 )
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-INDICES = (torch.int32, torch.int64)
 MAX_TOKENS = 16
 MAX_WINDOW = 64
 MAX_DIM = 256

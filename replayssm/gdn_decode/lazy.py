@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from replayssm.checks import checked_mode
 from replayssm.custom_op import define
-from replayssm.dispatch import implementation
+from replayssm.dispatch import by_device
 from replayssm.gdn_decode import checked
 from replayssm.gdn_decode.arguments import check_checkpointing
-
-
-def _run(*args: Any) -> None:
-    run = implementation("gdn_decode", args[0].device).gated_delta_rule_checkpointing
-    if checked_mode():
-        checked.gated_delta_rule_checkpointing(*args)
-    run(*args)
-
 
 _op = define(
     "gated_delta_rule_checkpointing(Tensor(a!) state, Tensor(b!) v_cache, Tensor(c!) k_cache, Tensor(d!) g_cache, "
     "Tensor(e!) beta_cache, Tensor(f!) output, Tensor ring_start, Tensor num_live, Tensor q, Tensor k, Tensor v, "
     "Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, Tensor? state_batch_indices, int pad_slot_id, float scale, "
     "int window, bool use_qk_l2norm, str backend) -> ()",
-    _run,
+    by_device("gdn_decode", "gated_delta_rule_checkpointing", checked.gated_delta_rule_checkpointing),
 )
 
 

@@ -2,41 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from replayssm.checks import checked_mode
 from replayssm.custom_op import define
-from replayssm.dispatch import implementation
+from replayssm.dispatch import by_device
 from replayssm.gdn_decode import checked
 from replayssm.gdn_decode.arguments import check_recorded
-
-
-def _run_commit(*args: Any) -> None:
-    run = implementation("gdn_decode", args[0].device).gated_delta_rule_replayssm_commit
-    if checked_mode():
-        checked.gated_delta_rule_replayssm_commit(*args)
-    run(*args)
-
-
-def _run_materialize(*args: Any) -> None:
-    run = implementation("gdn_decode", args[0].device).gated_delta_rule_replayssm_materialize
-    if checked_mode():
-        checked.gated_delta_rule_replayssm_materialize(*args)
-    run(*args)
-
 
 _WINDOWS = "Tensor(a!) checkpoint_state, Tensor rawv_cache, Tensor rawk_cache, Tensor g_cache, Tensor beta_cache, "
 _commit = define(
     f"gated_delta_rule_replayssm_commit({_WINDOWS}Tensor state_indices, Tensor accept_lens, "
     "Tensor? track_state_indices, Tensor? track_steps, bool use_qk_l2norm, int null_block_id, str backend) -> ()",
-    _run_commit,
+    by_device("gdn_decode", "gated_delta_rule_replayssm_commit", checked.gated_delta_rule_replayssm_commit),
 )
 _materialize = define(
     f"gated_delta_rule_replayssm_materialize({_WINDOWS}Tensor src_slots, Tensor dst_slots, Tensor prefix_lens, "
     "Tensor? ring_start, bool use_qk_l2norm, int null_block_id, str backend) -> ()",
-    _run_materialize,
+    by_device("gdn_decode", "gated_delta_rule_replayssm_materialize", checked.gated_delta_rule_replayssm_materialize),
 )
 
 

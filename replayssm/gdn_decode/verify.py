@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from replayssm.checks import checked_mode
 from replayssm.custom_op import define
-from replayssm.dispatch import implementation
+from replayssm.dispatch import by_device
 from replayssm.gdn_decode import checked
 from replayssm.gdn_decode.arguments import check_verify
-
-
-def _run(*args: Any) -> None:
-    run = implementation("gdn_decode", args[0].device).gated_delta_rule_mtp
-    if checked_mode():
-        checked.gated_delta_rule_mtp(*args)
-    run(*args)
-
 
 _op = define(
     "gated_delta_rule_mtp(Tensor(a!) initial_state, Tensor(b!) output, Tensor(c!)? intermediate_states_buffer, "
@@ -28,7 +18,7 @@ _op = define(
     "Tensor q, Tensor k, Tensor v, Tensor initial_state_indices, Tensor? output_state_indices, "
     "Tensor? ssm_state_indices, Tensor A_log, Tensor a, Tensor dt_bias, Tensor b, float scale, bool update, "
     "bool use_qk_l2norm, str backend) -> ()",
-    _run,
+    by_device("gdn_decode", "gated_delta_rule_mtp", checked.gated_delta_rule_mtp),
 )
 
 

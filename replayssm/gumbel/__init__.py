@@ -7,18 +7,17 @@ from torch import Tensor
 
 from replayssm.checks import check_device, check_dtype, check_range, check_tensor
 from replayssm.custom_op import define
-from replayssm.dispatch import implementation
+from replayssm.dispatch import by_device
 
 __all__ = ["gumbel_noise"]
 
 _MOST_TOKENS = (1 << 31) - 1
 
 
-def _run(out: Tensor, *args: object) -> None:
-    implementation("gumbel", out.device).gumbel_noise(out, *args)
-
-
-_op = define("gumbel_noise(Tensor(a!) out, Tensor seeds, Tensor requests, Tensor positions) -> ()", _run)
+_op = define(
+    "gumbel_noise(Tensor(a!) out, Tensor seeds, Tensor requests, Tensor positions) -> ()",
+    by_device("gumbel", "gumbel_noise"),
+)
 
 
 def gumbel_noise(seeds: Tensor, requests: Tensor, positions: Tensor, vocab_size: int) -> Tensor:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from replayssm.checks import FLOATS
 from replayssm.dispatch import implementation
 from replayssm.hf.attachment import ATTRIBUTE, Attachment, attachment_of
 from replayssm.hf.cache import ReplayCache
 from replayssm.hf.mixers import FAMILIES
 
 _SUPPORTED = "supported are decoder-only models of the families " + ", ".join(sorted(FAMILIES))
-_STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Several threads may start and end generations on one model.
 _LOCK = threading.RLock()
 
@@ -191,8 +191,8 @@ def _narrow_tensors(model: PreTrainedModel) -> list[tuple[Tensor, torch.dtype]]:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in tensors:
         is_weight = tensor.is_floating_point() or isinstance(tensor, nn.Parameter)
-        if is_weight and tensor.dtype not in _STORED_DTYPES:
-            supported = ", ".join(str(dtype) for dtype in _STORED_DTYPES)
+        if is_weight and tensor.dtype not in FLOATS:
+            supported = ", ".join(str(dtype) for dtype in FLOATS)
             raise ValueError(f"model: weight '{name}' is {tensor.dtype}; supported weight types are {supported}")
     return [(t, t.dtype) for _, t in tensors if t.is_floating_point() and t.dtype != torch.float32]
 

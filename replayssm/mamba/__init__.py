@@ -4,29 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from replayssm.checks import checked_mode
 from replayssm.custom_op import define
-from replayssm.dispatch import implementation
+from replayssm.dispatch import by_device
 from replayssm.mamba.arguments import check_checkpointing_ssu, check_replayssm_materialize
 from replayssm.mamba.checked import check_values
 
 __all__ = ["checkpointing_ssu", "replayssm_materialize"]
-
-
-def _run_checkpointing_ssu(*args: Any) -> None:
-    run = implementation("mamba", args[0].device).checkpointing_ssu
-    if checked_mode():
-        check_values(*args)
-    run(*args)
-
-
-def _run_replayssm_materialize(*args: Any) -> None:
-    implementation("mamba", args[0].device).replayssm_materialize(*args)
 
 
 _checkpointing_ssu = define(
@@ -35,7 +22,7 @@ _checkpointing_ssu = define(
     "Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, bool dt_softplus, "
     "Tensor? state_batch_indices, int pad_slot_id, Tensor? rand_seed, int philox_rounds, Tensor? cu_seqlens, "
     "int seq_len, int window, float dt_min, float dt_max) -> ()",
-    _run_checkpointing_ssu,
+    by_device("mamba", "checkpointing_ssu", check_values),
 )
 _replayssm_materialize = define(
     "replayssm_materialize(Tensor state_ptrs, Tensor state_slot_strides, Tensor x_cache_ptrs, "
@@ -45,7 +32,7 @@ _replayssm_materialize = define(
     "ScalarType state_dtype, ScalarType input_dtype, ScalarType matrixA_dtype, int dim, int dstate, int num_heads, "
     "int heads_per_group, int max_window, int ring_buffer_len, int pad_slot_id, Tensor? rand_seed, "
     "int philox_rounds, Tensor[] dependency_inputs, Tensor(a!)[] dependency_outputs) -> ()",
-    _run_replayssm_materialize,
+    by_device("mamba", "replayssm_materialize"),
 )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from replayssm.checks import (
+    FLOATS,
     check_device,
     check_dt_options,
     check_dtype,
@@ -20,8 +21,7 @@ from replayssm.checks import (
 )
 from replayssm.rounding import SCALED_DTYPES
 
-STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, *SCALED_DTYPES)
-INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+STATE_DTYPES = (*FLOATS, *SCALED_DTYPES)
 MAX_WINDOW = 64
 MAX_PHILOX_ROUNDS = 32
 
@@ -153,11 +153,11 @@ def _check_layout(name: str, tensor: Tensor) -> None:
 
 def _check_dtypes(tensors: dict[str, Tensor | None], state: Tensor, x: Tensor) -> None:
     check_dtype("state", state, *STATE_DTYPES)
-    check_dtype("x", x, *INPUT_DTYPES)
+    check_dtype("x", x, *FLOATS)
     expected: dict[str, tuple[torch.dtype, ...]] = dict.fromkeys(_INPUT_TYPED, (x.dtype,))
-    expected.update(dict.fromkeys(("dt", "A", "D"), INPUT_DTYPES))
+    expected.update(dict.fromkeys(("dt", "A", "D"), FLOATS))
     D = tensors["D"]
-    expected["dt_bias"] = INPUT_DTYPES if D is None else (D.dtype,)
+    expected["dt_bias"] = FLOATS if D is None else (D.dtype,)
     expected.update(dict.fromkeys(("dt_cache", "state_scale"), (torch.float32,)))
     expected.update(dict.fromkeys(("ring_start", "prev_num_accepted_tokens"), (torch.int32,)))
     for name, dtypes in expected.items():
@@ -248,7 +248,7 @@ def check_replayssm_materialize(
             check_device(name, tensor, device)
     check_range("state_ptrs", sizes["layers"], 1, 1 << 31, "its length, the number of layers")
     for name, allowed in (
-        ("state_dtype", STATE_DTYPES), ("input_dtype", INPUT_DTYPES), ("matrixA_dtype", INPUT_DTYPES),
+        ("state_dtype", STATE_DTYPES), ("input_dtype", FLOATS), ("matrixA_dtype", FLOATS),
     ):  # fmt: skip
         if dtypes[name] not in allowed:
             raise ValueError(f"{name}: expected {' or '.join(str(dtype) for dtype in allowed)}, got {dtypes[name]}")

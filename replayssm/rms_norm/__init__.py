@@ -18,20 +18,16 @@ from replayssm.checks import (
     once_per_layout,
 )
 from replayssm.custom_op import define
-from replayssm.dispatch import implementation
+from replayssm.dispatch import by_device
 
 __all__ = ["rms_norm"]
 
 _MOST_CHANNELS = 1 << 15
 
 
-def _run(out: Tensor, *args: object) -> None:
-    implementation("rms_norm", out.device).rms_norm(out, *args)
-
-
 _op = define(
     "rms_norm(Tensor(a!) out, Tensor x, Tensor weight, Tensor? gate, float eps, float offset, bool gate_first) -> ()",
-    _run,
+    by_device("rms_norm", "rms_norm"),
 )
 
 

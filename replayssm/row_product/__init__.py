@@ -7,16 +7,14 @@ from torch import Tensor
 
 from replayssm.checks import check_device, check_dtype, check_packed, check_separate, check_shape, once_per_layout
 from replayssm.custom_op import define
-from replayssm.dispatch import implementation
+from replayssm.dispatch import by_device
 
 __all__ = ["row_product"]
 
 
-def _run(out: Tensor, *args: object) -> None:
-    implementation("row_product", out.device).row_product(out, *args)
-
-
-_op = define("row_product(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()", _run)
+_op = define(
+    "row_product(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()", by_device("row_product", "row_product")
+)
 
 
 def row_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:

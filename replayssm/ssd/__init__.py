@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from replayssm.checks import checked_mode
 from replayssm.custom_op import define
-from replayssm.dispatch import implementation
+from replayssm.dispatch import by_device
 from replayssm.ssd.arguments import check_chunk_scan
 from replayssm.ssd.checked import check_values
 from replayssm.ssd.pin import pin_mamba_ssm
 
 __all__ = ["chunk_scan", "pin_mamba_ssm"]
-
-
-def _run(x: Tensor, *args: Any) -> None:
-    run = implementation("ssd", x.device).chunk_scan
-    if checked_mode():
-        check_values(x, *args)
-    run(x, *args)
 
 
 _op = define(
@@ -31,7 +22,7 @@ _op = define(
     "Tensor? x_buffer, Tensor? dt_buffer, Tensor? B_buffer, Tensor? num_buffered, Tensor? ring_start, "
     "Tensor? batch_indices, Tensor(a!) out, Tensor(b!)? final_states, Tensor(c!)? boundary_states, "
     "Tensor(d!)? chunk_states) -> ()",
-    _run,
+    by_device("ssd", "chunk_scan", check_values),
 )
 
 

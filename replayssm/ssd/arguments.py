@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from replayssm.checks import (
+    FLOATS,
+    INDICES,
     check_device,
     check_dt_options,
     check_dtype,
@@ -19,7 +21,6 @@ from replayssm.checks import (
     once_per_layout,
 )
 
-INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SMALLEST_CHUNK, LARGEST_CHUNK = 16, 256
 _STATE = "sequences nheads headdim dstate"
 _SHAPES = {
@@ -60,7 +61,7 @@ def check_skip(D: Tensor, sizes: dict[str, int]) -> None:
     """Raise unless D is one number per head or per element."""
     check_tensor("D", D)
     check_shape("D", D, "nheads headdim" if D.dim() == 2 else "nheads", sizes)
-    check_dtype("D", D, *INPUT_DTYPES)
+    check_dtype("D", D, *FLOATS)
 
 
 def check_groups(sizes: dict[str, int]) -> None:
@@ -133,12 +134,12 @@ def _check_rest(tensors: dict[str, Tensor | None], x: Tensor, sizes: dict[str, i
         rows = sizes["tokens"] // sizes["chunk_size"] + sizes["sequences"]
         check_shape("chunk_states", chunk_states, "boundaries nheads headdim dstate", {**sizes, "boundaries": rows})
     allowed = {
-        **dict.fromkeys(("x", "dt", "dt_buffer", "A", "dt_bias"), INPUT_DTYPES),
+        **dict.fromkeys(("x", "dt", "dt_buffer", "A", "dt_bias"), FLOATS),
         **dict.fromkeys(("B", "C", "z", "out", "x_buffer", "B_buffer"), (x.dtype,)),
         **dict.fromkeys(_STATES, (torch.float32,)),
         "num_buffered": (torch.int32,),
         "ring_start": (torch.int32,),
-        "batch_indices": (torch.int32, torch.int64),
+        "batch_indices": INDICES,
     }
     for name, tensor in tensors.items():
         if tensor is None:
