@@ -3,7 +3,7 @@
 from dataclasses import fields
 
 import torch
-from torch.nn.functional import logsigmoid, normalize, silu, softplus
+from torch.nn.functional import logsigmoid, silu, softplus
 
 from replayssm.batch_invariant_decode import BatchInvariantDecodeBuffers
 from replayssm.cache import GDNLayer, Mamba2Layer, ReplayPool
@@ -164,8 +164,7 @@ class History:
     def _gdn(self, layer, weights, state, parts, token):
         q, k, v = parts
         repeats = layer.value_heads // layer.key_heads
-        # The epsilon under the root of the op's norm is 1e-6, small beside these keys.
-        q, k = (normalize(each, dim=-1).repeat_interleave(repeats, 0) for each in (q, k))
+        q, k = ((x / (x.square().sum(-1, True) + 1e-6).sqrt()).repeat_interleave(repeats, 0) for x in (q, k))
         dt = softplus(weights["dt"][token].double() + weights["dt_bias"].double())
         beta = logsigmoid(weights["b"][token].double()).exp()
         state = state * torch.exp(weights["A"].double() * dt)[:, None, None]
