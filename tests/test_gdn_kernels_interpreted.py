@@ -90,8 +90,9 @@ def run(function, tensors, *lists, **options):
     return copies["checkpoint_state"]
 
 
+@pytest.mark.parametrize("backend", ["simt", "tensor_core"])
 @pytest.mark.parametrize("state_dtype", [f32, f16])
-def test_commit_with_tracking(state_dtype):
+def test_commit_with_tracking(state_dtype, backend):
     tensors = windows_of_layers(2, 7, 3, 1, 2, 6, 5, state_dtype=state_dtype)
     slots, accepts = int32([2, 1, -1, 4]), torch.tensor([3, 2, 3, 0])
     for slot, count in ((2, 3), (1, 2), (4, 0)):
@@ -99,12 +100,32 @@ def test_commit_with_tracking(state_dtype):
             tensors[name][:, slot, :, count:] = torch.nan
     track = {"track_state_indices": int32([5, 3, 6, 0]), "track_steps": int32([1, 2, 0, 0])}
     with using("kernels"):
-        actual = run(commit, tensors, slots, accepts, **track)
+        actual = run(commit, tensors, slots, accepts, **track, backend=backend)
     with using("reference"):
         expected = run(commit, tensors, slots, accepts, **track)
     before = tensors["checkpoint_state"]
     assert [s for s in range(7) if not torch.equal(actual[:, s], before[:, s])] == [1, 2, 5]
     assert_close("state", actual, expected, state_tolerance(state_dtype))
+
+
+def test_the_window_form_of_commit_and_materialize():
+    """Sixteen tokens' tiles, sizes that no tile divides, raw keys; a materialized prefix, in place and copied."""
+    tensors = windows_of_layers(1, 4, 11, 2, 2, 21, 18)
+    lists, options = (int32([2, 0]), int32([10, 3])), {"use_qk_l2norm": False}
+    tensors["rawk_cache"] *= 0.2
+    for slot, count in ((2, 10), (0, 3)):
+        for name in RECORDS:
+            tensors[name][:, slot, :, count:] = torch.nan
+    with using("kernels"):
+        committed = run(commit, tensors, *lists, **options, backend="tensor_core")
+        copied = run(
+            materialize, tensors, int32([2, 0]), int32([1, 0]), int32([10, 0]), **options, backend="tensor_core"
+        )
+    with using("reference"):
+        expected = run(commit, tensors, *lists, **options)
+    assert_close("state", committed, expected, state_tolerance(f32))
+    assert torch.equal(copied[:, 1], committed[:, 2])
+    assert torch.equal(copied[:, [0, 2, 3]], tensors["checkpoint_state"][:, [0, 2, 3]])
 
 
 def test_materialize_from_a_ring():

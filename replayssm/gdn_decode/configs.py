@@ -97,3 +97,33 @@ def tensor_core_tile(V: int, K: int, state_bytes: int, input_bytes: int, seq_len
     columns = max(64 // state_bytes, 64 // input_bytes, next_power_of_2(K))
     rows = max(16, min(64, next_power_of_2(V)))
     return TensorCoreTile(8 if seq_len <= 8 else 16, columns, min(columns, 64), rows, rows // 16, heads <= 128)
+
+
+class FoldTile(NamedTuple):
+    """How the tensor_core commit cuts the state of one head; attributes as of ``TensorCoreTile``.
+
+    Attributes:
+        tokens: rows of a tile of corrections.
+        columns: columns of the state's tile, a power of two; all are in registers at once.
+        block: columns of an operand.
+        rows: rows of a program.
+        warps: warps of a program, 16 rows each.
+    """
+
+    tokens: int
+    columns: int
+    block: int
+    rows: int
+    warps: int
+
+
+def fold_tile(V: int, K: int, seq_len: int) -> FoldTile:
+    """Tile of commit and materialize with ``tensor_core``.
+
+    Args:
+        V: rows of a head's state.
+        K: columns.
+        seq_len: T.
+    """
+    columns, rows = max(32, next_power_of_2(K)), max(16, min(64, next_power_of_2(V)))
+    return FoldTile(8 if seq_len <= 8 else 16, columns, min(columns, 64), rows, rows // 16)

@@ -1,18 +1,14 @@
 """``replayssm.gdn_decode`` in Triton, for CUDA devices.
 
-States that are stored are always computed token by token (``simt``), so that they have the same bits with every backend
-and in every op; the backend chooses how outputs of frozen states are computed.
+With ``simt`` states are computed token by token, so that they have the same bits in every op. ``tensor_core`` is
+another way to the outputs of frozen states and to states after a window; all else runs ``simt`` whatever the backend.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from replayssm.gdn_decode.kernels import lazy, simt, tensor_core
-from replayssm.gdn_decode.kernels.recorded import (
-    gated_delta_rule_replayssm_commit,
-    gated_delta_rule_replayssm_materialize,
-)
+from replayssm.gdn_decode.kernels import lazy, recorded, simt, tensor_core, tensor_core_commit
 
 __all__ = [
     "gated_delta_rule_checkpointing",
@@ -86,4 +82,50 @@ def gated_delta_rule_checkpointing(
     run(
         state, v_cache, k_cache, g_cache, beta_cache, output, ring_start, num_live, q, k, v, a, b, A_log, dt_bias,
         state_batch_indices, pad_slot_id, scale, window, use_qk_l2norm,
+    )  # fmt: skip
+
+
+def gated_delta_rule_replayssm_commit(
+    checkpoint_state: Tensor,
+    rawv_cache: Tensor,
+    rawk_cache: Tensor,
+    g_cache: Tensor,
+    beta_cache: Tensor,
+    state_indices: Tensor,
+    accept_lens: Tensor,
+    track_state_indices: Tensor | None,
+    track_steps: Tensor | None,
+    use_qk_l2norm: bool,
+    null_block_id: int,
+    backend: str,
+) -> None:
+    """See ``replayssm.gdn_decode.gated_delta_rule_replayssm_commit``."""
+    fold = backend == "tensor_core" and tensor_core_commit.can_fold(rawk_cache, None)
+    apply = tensor_core_commit.fold if fold else recorded.apply
+    apply(
+        checkpoint_state, (rawv_cache, rawk_cache, g_cache, beta_cache), state_indices, None, accept_lens, None,
+        track_state_indices, track_steps, use_qk_l2norm, null_block_id,
+    )  # fmt: skip
+
+
+def gated_delta_rule_replayssm_materialize(
+    checkpoint_state: Tensor,
+    rawv_cache: Tensor,
+    rawk_cache: Tensor,
+    g_cache: Tensor,
+    beta_cache: Tensor,
+    src_slots: Tensor,
+    dst_slots: Tensor,
+    prefix_lens: Tensor,
+    ring_start: Tensor | None,
+    use_qk_l2norm: bool,
+    null_block_id: int,
+    backend: str,
+) -> None:
+    """See ``replayssm.gdn_decode.gated_delta_rule_replayssm_materialize``."""
+    fold = backend == "tensor_core" and tensor_core_commit.can_fold(rawk_cache, ring_start)
+    apply = tensor_core_commit.fold if fold else recorded.apply
+    apply(
+        checkpoint_state, (rawv_cache, rawk_cache, g_cache, beta_cache), src_slots, dst_slots, prefix_lens, ring_start,
+        None, None, use_qk_l2norm, null_block_id,
     )  # fmt: skip

@@ -95,11 +95,12 @@ def _apply(
                 store_rows(state + target * s_state, row, V, S0, S1, S2, S3, K)
 
 
-def _launch(
+def apply(
     checkpoint_state: Tensor, rings: tuple[Tensor, Tensor, Tensor, Tensor], sources: Tensor, targets: Tensor | None,
     counts: Tensor, starts: Tensor | None, track_slots: Tensor | None, track_steps: Tensor | None, norm: bool,
     null: int,
 ) -> None:  # fmt: skip
+    """Commit, or materialize if there are ``targets``, on windows or, with ``starts``, on rings."""
     layers, _, HV, V, K = checkpoint_state.shape
     batch, ring_len = sources.shape[0], rings[0].shape[3]
     if layers * batch == 0:
@@ -113,46 +114,4 @@ def _launch(
         batch, HV, HV // rings[1].shape[2], ring_len, null,
         V=V, K=K, ROWS=tile.rows, BLOCKS=tile.blocks, C=tile.columns, TP=min(16, next_power_of_2(ring_len)),
         WHOLE=ring_len <= 16, NORM=norm, HOLD=tile.hold or not can_fetch(), num_warps=1, enable_fp_fusion=False,
-    )  # fmt: skip
-
-
-def gated_delta_rule_replayssm_commit(
-    checkpoint_state: Tensor,
-    rawv_cache: Tensor,
-    rawk_cache: Tensor,
-    g_cache: Tensor,
-    beta_cache: Tensor,
-    state_indices: Tensor,
-    accept_lens: Tensor,
-    track_state_indices: Tensor | None,
-    track_steps: Tensor | None,
-    use_qk_l2norm: bool,
-    null_block_id: int,
-    backend: str,
-) -> None:
-    """See ``replayssm.gdn_decode.gated_delta_rule_replayssm_commit``; every backend runs token by token here."""
-    _launch(
-        checkpoint_state, (rawv_cache, rawk_cache, g_cache, beta_cache), state_indices, None, accept_lens, None,
-        track_state_indices, track_steps, use_qk_l2norm, null_block_id,
-    )  # fmt: skip
-
-
-def gated_delta_rule_replayssm_materialize(
-    checkpoint_state: Tensor,
-    rawv_cache: Tensor,
-    rawk_cache: Tensor,
-    g_cache: Tensor,
-    beta_cache: Tensor,
-    src_slots: Tensor,
-    dst_slots: Tensor,
-    prefix_lens: Tensor,
-    ring_start: Tensor | None,
-    use_qk_l2norm: bool,
-    null_block_id: int,
-    backend: str,
-) -> None:
-    """See ``replayssm.gdn_decode.gated_delta_rule_replayssm_materialize``; every backend runs token by token here."""
-    _launch(
-        checkpoint_state, (rawv_cache, rawk_cache, g_cache, beta_cache), src_slots, dst_slots, prefix_lens, ring_start,
-        None, None, use_qk_l2norm, null_block_id,
     )  # fmt: skip

@@ -11,27 +11,24 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm.gdn_decode.configs import tensor_core_tile
 from replayssm.gdn_decode.kernels.common import overlaps, stride
-from replayssm.gdn_decode.kernels.tensor_core_solve import both, held, operand_order, solve_ahead
+from replayssm.gdn_decode.kernels.tensor_core_solve import solve_ahead
+from replayssm.gdn_decode.kernels.tensor_core_tiles import (
+    as_operand,
+    halves,
+    held,
+    load_tile,
+    operand_order,
+    part,
+    side_by_side,
+)
 
 # Numbers of a type are sums of so many bf16 numbers.
-_PARTS = {torch.float32: 3, torch.float16: 2, torch.bfloat16: 1}
+PARTS = {torch.float32: 3, torch.float16: 2, torch.bfloat16: 1}
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
-
-@triton.jit
-def _part(x, OPERAND: tl.constexpr):
-    """The leading 8 bits of fp32 numbers as bf16 (or, where products of that are wrong, as fp32), and the rest."""
-    bits = x.to(tl.int32, bitcast=True)
-    head = (bits & -65536).to(tl.float32, bitcast=True)
-    rest = x - head
-    if OPERAND.primitive_bitwidth == 16:
-        return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), rest
-    else:
-        return head, rest
 
 
 @triton.jit
@@ -45,38 +42,27 @@ def _solved(solved, head, TP: tl.constexpr):
 
 
 @triton.jit
-def _halves(x):
-    """The left and the right half of the columns."""
-    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
-
-
-@triton.jit
-def _side_by_side(x, y):
-    """``[x y]``, of equal shapes."""
-    return tl.reshape(tl.permute(tl.join(x, y), (0, 2, 1)), (x.shape[0], 2 * x.shape[1]))
-
-
-@triton.jit
 def _stacked(x, y):
     """``x`` above ``y``, of equal shapes."""
     return tl.reshape(tl.permute(tl.join(x, y), (2, 0, 1)), (2 * x.shape[0], x.shape[1]))
 
 
 @triton.jit
-def _columns(
-    state, first, first_row, rows, K: tl.constexpr, KB: tl.constexpr, BV: tl.constexpr, WARPS: tl.constexpr,
-    E: tl.constexpr, MASKED: tl.constexpr,
+def _both(
+    k, q, first, s_k_t, s_k_k, s_q_t, s_q_k, T,
+    K: tl.constexpr, COLUMNS: tl.constexpr, TP: tl.constexpr, K_TYPE: tl.constexpr,
 ):  # fmt: skip
-    """KB columns from ``first`` on of BV rows ``[8, BV / 8, KB / 4E, 4E]``: a thread's share of an operand."""
-    eighth = tl.arange(0, 8)[:, None, None, None]
-    block = tl.arange(0, BV // 8)[None, :, None, None]
-    row = first_row + (block // (2 * WARPS) * WARPS + block % WARPS) * 16 + block // WARPS % 2 * 8 + eighth
-    within = tl.arange(0, 4 * E)[None, None, None, :]
-    column = first + tl.arange(0, KB // (4 * E))[None, None, :, None] * (4 * E) + within
-    if MASKED:
-        return tl.load(state + row * K + column, mask=(row < rows) & (column < K), other=0.0)
+    """Columns from ``first`` on of the keys, rounded to a type, and below them of the queries, ``[2 TP, COLUMNS]``."""
+    row = tl.arange(0, 2 * TP)
+    token = row % TP
+    c = first + tl.arange(0, COLUMNS)
+    inside = (token < T)[:, None] & (c < K)[None, :]
+    keys = tl.load(k + token[:, None] * s_k_t + c[None, :] * s_k_k, mask=inside & (row < TP)[:, None], other=0.0)
+    queries = tl.load(q + token[:, None] * s_q_t + c[None, :] * s_q_k, mask=inside & (row >= TP)[:, None], other=0.0)
+    if queries.dtype == K_TYPE:
+        return keys.to(K_TYPE) + queries
     else:
-        return tl.load(state + row * K + column)
+        return keys.to(K_TYPE).to(tl.float32) + queries.to(tl.float32)
 
 
 @triton.jit
@@ -88,20 +74,18 @@ def _verify(
     TP: tl.constexpr, E: tl.constexpr, STATE_PARTS: tl.constexpr, INPUT_PARTS: tl.constexpr, K_TYPE: tl.constexpr,
     V_TYPE: tl.constexpr, OPERAND: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of BV rows of one head, from KB columns of the state at a time; records of v.
-
-    A thread's loads make its share of the product's operand, without an exchange between threads: it reads E columns
-    (16 bytes) of every eighth row, and columns of state and keys are multiplied in the order that follows from that.
-    """
-    PARTS: tl.constexpr = (V + BV - 1) // BV
+    """Outputs of BV rows of one head, from KB columns of the state at a time; records of v."""
+    if OVERLAP:
+        gdc_launch_dependents()
+    BLOCKS: tl.constexpr = (V + BV - 1) // BV
     MASKED: tl.constexpr = (V % BV != 0) or (KP != K)
-    part = tl.program_id(0) % PARTS
-    head = tl.program_id(0) // PARTS % HV
+    first_row = tl.program_id(0) % BLOCKS * BV
+    head = tl.program_id(0) // BLOCKS % HV
     key_head = head // heads_per_key
-    request = (tl.program_id(0) // PARTS // HV).to(tl.int64)
+    request = (tl.program_id(0) // BLOCKS // HV).to(tl.int64)
     k += request * s_k_b + key_head * s_k_h
     q += request * s_q_b + key_head * s_q_h
-    n = part * BV + tl.arange(0, BV)
+    n = first_row + tl.arange(0, BV)
     t = tl.arange(0, TP)
     v_in = (t < T)[:, None] & (n < V)[None, :]
     v_at = v + request * s_v_b + head * s_v_h + t[:, None] * s_v_t + n[None, :] * s_v_v
@@ -113,39 +97,38 @@ def _verify(
         large = tl.zeros((BV, 2 * TP), tl.float32)
         medium = tl.zeros((BV, 2 * TP), tl.float32)
         small = tl.zeros((BV, 2 * TP), tl.float32)
-        S_next = _columns(state, 0, part * BV, V, K, KB, BV, WARPS, E, MASKED)
-        x_next = both(k, q, 0, s_k_t, s_k_k, s_q_t, s_q_k, T, K, KB, TP, K_TYPE)
+        S_next = load_tile(state, 0, first_row, V, K, KB, BV, WARPS, E, MASKED)
+        x_next = _both(k, q, 0, s_k_t, s_k_k, s_q_t, s_q_k, T, K, KB, TP, K_TYPE)
         for first in tl.static_range(0, KP, KB):
             S = S_next
             x = x_next
             if AHEAD and first + KB < KP:
-                S_next = _columns(state, first + KB, part * BV, V, K, KB, BV, WARPS, E, MASKED)
-                x_next = both(k, q, first + KB, s_k_t, s_k_k, s_q_t, s_q_k, T, K, KB, TP, K_TYPE)
-            S = tl.reshape(S.to(tl.float32), (8, BV // (16 * WARPS), 2, WARPS, KB // (4 * E), 4, E // 2, 2))
-            S = tl.reshape(tl.permute(S, (1, 3, 2, 0, 4, 6, 5, 7)), (BV, KB))
+                S_next = load_tile(state, first + KB, first_row, V, K, KB, BV, WARPS, E, MASKED)
+                x_next = _both(k, q, first + KB, s_k_t, s_k_k, s_q_t, s_q_k, T, K, KB, TP, K_TYPE)
+            S = as_operand(S.to(tl.float32), BV, KB, WARPS, E)
             x = operand_order(held(x, ASM and AHEAD), E)
             x0 = x.to(OPERAND)
             if INPUT_PARTS > 1:
-                x0, rest = _part(x.to(tl.float32), OPERAND)
-                x1, rest = _part(rest, OPERAND)
-                x2, _ = _part(rest, OPERAND)
-            S0, S = _part(S, OPERAND)
+                x0, rest = part(x.to(tl.float32), OPERAND)
+                x1, rest = part(rest, OPERAND)
+                x2, _ = part(rest, OPERAND)
+            S0, S = part(S, OPERAND)
             large = tl.dot(S0, tl.trans(x0), large, input_precision="ieee")
             if INPUT_PARTS > 1:
                 medium = tl.dot(S0, tl.trans(x1), medium, input_precision="ieee")
             if INPUT_PARTS > 2:
                 small = tl.dot(S0, tl.trans(x2), small, input_precision="ieee")
             if STATE_PARTS > 1:
-                S1, S = _part(S, OPERAND)
+                S1, S = part(S, OPERAND)
                 medium = tl.dot(S1, tl.trans(x0), medium, input_precision="ieee")
                 if INPUT_PARTS > 1:
                     small = tl.dot(S1, tl.trans(x1), small, input_precision="ieee")
             if STATE_PARTS > 2:
-                S2, S = _part(S, OPERAND)
+                S2, S = part(S, OPERAND)
                 small = tl.dot(S2, tl.trans(x0), small, input_precision="ieee")
             if not AHEAD and first + KB < KP:
-                S_next = _columns(state, first + KB, part * BV, V, K, KB, BV, WARPS, E, MASKED)
-                x_next = both(k, q, first + KB, s_k_t, s_k_k, s_q_t, s_q_k, T, K, KB, TP, K_TYPE)
+                S_next = load_tile(state, first + KB, first_row, V, K, KB, BV, WARPS, E, MASKED)
+                x_next = _both(k, q, first + KB, s_k_t, s_k_k, s_q_t, s_q_k, T, K, KB, TP, K_TYPE)
         if rawv is not None:
             to_v = rawv + (slot * s_rawv + head * (T * V)) + t[:, None] * V + n[None, :]
             tl.store(to_v, values, mask=v_in)
@@ -153,20 +136,20 @@ def _verify(
             gdc_wait()
         factors, M = _solved(solved, request * HV + head, TP)
         products = (large + (medium + small)) * factors[None, :]
-        Sk, _ = _halves(products)
-        W0, rest = _part(tl.trans(held(values, ASM)).to(tl.float32) - Sk, OPERAND)
-        W1, rest = _part(rest, OPERAND)
-        W2, _ = _part(rest, OPERAND)
-        M0, rest = _part(M, OPERAND)
-        M1, rest = _part(rest, OPERAND)
-        M2, _ = _part(rest, OPERAND)
+        Sk, _ = halves(products)
+        W0, rest = part(tl.trans(held(values, ASM)).to(tl.float32) - Sk, OPERAND)
+        W1, rest = part(rest, OPERAND)
+        W2, _ = part(rest, OPERAND)
+        M0, rest = part(M, OPERAND)
+        M1, rest = part(rest, OPERAND)
+        M2, _ = part(rest, OPERAND)
         # The six largest of the nine products in one, the small ones first; two terms are zero.
-        W = _side_by_side(_side_by_side(W0, W0), _side_by_side(W1, W0))
+        W = side_by_side(side_by_side(W0, W0), side_by_side(W1, W0))
         M = _stacked(_stacked(M0 * 0, M0 * 0), _stacked(M1, M2))
-        W = _side_by_side(W, _side_by_side(_side_by_side(W2, W1), _side_by_side(W0, W0)))
+        W = side_by_side(W, side_by_side(side_by_side(W2, W1), side_by_side(W0, W0)))
         # Held, so that it is reshaped here and not in shared memory: where it was, results were wrong (Triton 3.6).
         M = held(_stacked(M, _stacked(_stacked(M0, M0), _stacked(M1, M0))), ASM)
-        _, out = _halves(products + tl.dot(W, M, input_precision="ieee"))
+        _, out = halves(products + tl.dot(W, M, input_precision="ieee"))
         to = output + request * s_out_b + head * V + t[None, :] * s_out_t + n[:, None]
         tl.store(to, out.to(output.dtype.element_ty), mask=(t < T)[None, :] & (n < V)[:, None])
     elif OVERLAP:
@@ -200,9 +183,10 @@ def verify(
     # Triton 3.6 does not compile the layout in which vectors that are not packed would be read; they are rare, small.
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     interpreted = triton.knobs.runtime.interpret
-    overlap = overlaps(q.device)
+    overlap, operand = overlaps(q.device), tl.float32 if interpreted else tl.bfloat16
+    early = {"launch_pdl": True} if overlap else {}
     tile = tensor_core_tile(V, K, initial_state.element_size(), q.element_size(), T, batch * HV)
-    parts, wide = _PARTS[q.dtype], 16 // q.element_size()
+    parts, wide = PARTS[q.dtype], 16 // q.element_size()
     k_type = k.dtype if rawk is None else rawk.dtype
     solved = torch.empty(batch * HV * (2 + tile.tokens) * tile.tokens, dtype=torch.float32, device=q.device)
     solve_ahead[(batch * HV,)](
@@ -210,17 +194,17 @@ def verify(
         stride(rawk, 0), stride(g_window, 0), stride(beta_window, 0), *q.stride(), *k.stride(),
         initial_state_indices.stride(0), A_log.stride(0), *a.stride(), dt_bias.stride(0), *b.stride(), HV, HV // H,
         T=T, TP=tile.tokens, K=K, KP=tile.columns, E=wide, NORM=use_qk_l2norm,
-        OPERAND=_TYPES[q.dtype] if parts == 1 or k_type == q.dtype else tl.float32,
+        INPUT=_TYPES[q.dtype] if parts == 1 or k_type == q.dtype else tl.float32,
         PRECISION="ieee" if interpreted else "tf32x3", ASM=overlap, OVERLAP=overlap, num_warps=1,
-        enable_fp_fusion=False,
+        enable_fp_fusion=False, **early,
     )  # fmt: skip
     _verify[(batch * HV * triton.cdiv(V, tile.rows),)](
         initial_state, output, rawv, q, k, v, initial_state_indices, solved,
         initial_state.stride(0), *output.stride()[:2], stride(rawv, 0), *q.stride(), *k.stride(), *v.stride(),
         initial_state_indices.stride(0), T, HV, HV // H,
         V=V, K=K, KP=tile.columns, KB=tile.block, BV=tile.rows, WARPS=tile.warps, TP=tile.tokens,
-        E=16 // initial_state.element_size(), STATE_PARTS=_PARTS[initial_state.dtype], INPUT_PARTS=parts,
+        E=16 // initial_state.element_size(), STATE_PARTS=PARTS[initial_state.dtype], INPUT_PARTS=parts,
         K_TYPE=_TYPES[k_type], V_TYPE=_TYPES[v.dtype if rawv is None else rawv.dtype],
-        OPERAND=tl.float32 if interpreted else tl.bfloat16, ASM=overlap, OVERLAP=overlap, AHEAD=tile.ahead,
-        num_warps=tile.warps, num_stages=1, enable_fp_fusion=False, **({"launch_pdl": True} if overlap else {}),
+        OPERAND=operand, ASM=overlap, OVERLAP=overlap, AHEAD=tile.ahead,
+        num_warps=tile.warps, num_stages=1, enable_fp_fusion=False, **early,
     )  # fmt: skip

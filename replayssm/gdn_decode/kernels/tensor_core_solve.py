@@ -1,54 +1,14 @@
 """The part of the window form (``docs/maths.md`` §7) that needs no state: gates, products of the tokens, the solve.
 
-A kernel of one warp per head does it ahead of the one that reads states.
+Kernels of one warp per head do it ahead of those that read states.
 """
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from replayssm.delta_rule.kernels import exp, log_decay, near_inverse_norm, strength
-
-
-@triton.jit
-def held(x, ASM: tl.constexpr):
-    """The tile itself, but the compiler neither moves what is done with it above this line nor what was done below it.
-
-    A loaded tile that needs another layout is written to shared memory right behind the load, which waits for it, so
-    that later loads start one latency late. Behind this line it is not.
-    """
-    if ASM:
-        PACK: tl.constexpr = 32 // x.dtype.primitive_bitwidth
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, PACK)
-    else:
-        return x
-
-
-@triton.jit
-def both(
-    k, q, first, s_k_t, s_k_k, s_q_t, s_q_k, T,
-    K: tl.constexpr, COLUMNS: tl.constexpr, TP: tl.constexpr, K_TYPE: tl.constexpr,
-):  # fmt: skip
-    """Columns from ``first`` on of the keys, rounded to a type, and below them of the queries, ``[2 TP, COLUMNS]``."""
-    row = tl.arange(0, 2 * TP)
-    token = row % TP
-    c = first + tl.arange(0, COLUMNS)
-    inside = (token < T)[:, None] & (c < K)[None, :]
-    keys = tl.load(k + token[:, None] * s_k_t + c[None, :] * s_k_k, mask=inside & (row < TP)[:, None], other=0.0)
-    queries = tl.load(q + token[:, None] * s_q_t + c[None, :] * s_q_k, mask=inside & (row >= TP)[:, None], other=0.0)
-    if queries.dtype == K_TYPE:
-        return keys.to(K_TYPE) + queries
-    else:
-        return keys.to(K_TYPE).to(tl.float32) + queries.to(tl.float32)
-
-
-@triton.jit
-def operand_order(x, E: tl.constexpr):
-    """Columns in the order in which loads of E columns a thread make an operand."""
-    ROWS: tl.constexpr = x.shape[0]
-    COLUMNS: tl.constexpr = x.shape[1]
-    x = tl.reshape(x, (ROWS, COLUMNS // (4 * E), 4, E // 2, 2))
-    return tl.reshape(tl.permute(x, (0, 1, 3, 2, 4)), (ROWS, COLUMNS))
+from replayssm.delta_rule.kernels import exp, log_decay, near_inverse_norm, pick, strength
+from replayssm.gdn_decode.kernels.tensor_core_tiles import appended, held, store_parts
 
 
 @triton.jit
@@ -61,43 +21,90 @@ def _gates(A_log, a, dt_bias, b, T, ASM: tl.constexpr):
 
 
 @triton.jit
+def _numbers(x, T: tl.constexpr):
+    """The first T elements. Numbers, which every thread has, become part of tiles without an exchange of layouts."""
+    numbers = ()
+    for i in tl.static_range(T):
+        numbers = appended(numbers, pick(x, i))
+    return numbers
+
+
+@triton.jit
+def _between(decays, T: tl.constexpr, TP: tl.constexpr):
+    """Decays behind token j up to token t. Products, not differences of sums of logarithms, which may be infinite."""
+    t = tl.arange(0, TP)[:, None]
+    j = tl.arange(0, TP)[None, :]
+    between = tl.full((TP, TP), 1.0, tl.float32)
+    for i in tl.static_range(T):
+        between = between * tl.where((t >= i) & (j < i), decays[i], 1.0)
+    return between
+
+
+@triton.jit
+def _prefix(decays, token, T: tl.constexpr):
+    """Products of the decays up to and with each token."""
+    prefix = tl.full(token.shape, 1.0, tl.float32)
+    for i in tl.static_range(T):
+        prefix = prefix * tl.where(token >= i, decays[i], 1.0)
+    return prefix
+
+
+@triton.jit
+def _decay_after(decays, end, TP: tl.constexpr, T: tl.constexpr):
+    """Products of the decays behind each token ``[TP]``, and of all, up to token ``end - 1``."""
+    after = tl.full((TP,), 1.0, tl.float32)
+    whole = 1.0
+    for i in tl.static_range(T):
+        decay = tl.where(i < end, decays[i], 1.0)
+        after = after * tl.where(tl.arange(0, TP) < i, decay, 1.0)
+        whole = whole * decay
+    return tl.where(tl.arange(0, TP) < end, after, 0.0), whole
+
+
+@triton.jit
+def _lengths(products):
+    """Inverse norms of tokens from their products with each other, for rows and for columns."""
+    n = tl.arange(0, products.shape[0])
+    squares = tl.where(n[:, None] == n[None, :], products, 0.0)
+    return near_inverse_norm(tl.sum(squares, 1)), near_inverse_norm(tl.sum(squares, 0))
+
+
+@triton.jit
+def _substituted(M, system, T: tl.constexpr):
+    """The solution X of ``X (I + system) = M``, system strictly lower triangular, a column at a time from the last."""
+    t = tl.arange(0, M.shape[0])
+    for i in tl.static_range(T - 1):
+        column = tl.sum(tl.where(t[None, :] == T - 1 - i, M, 0.0), 1)
+        equation = tl.sum(tl.where(t[:, None] == T - 1 - i, system, 0.0), 0)
+        M = tl.fma(-column[:, None], equation[None, :], M)
+    return M
+
+
+@triton.jit
 def _solve(products, decay, beta, scale, T: tl.constexpr, NORM: tl.constexpr):
     """Factors of S k and S q ``[2 TP]`` and ``M = F (I + A)^-1 diag(beta)`` ``[TP, TP]``.
 
-    With ``A = diag(beta) L`` that is the solution of ``M (I + L diag(beta)) = F diag(beta)``, found in fp32 by backward
-    substitution, a column of M at a time.
+    With ``A = diag(beta) L`` that is the solution of ``M (I + L diag(beta)) = F diag(beta)``.
     """
     TP: tl.constexpr = products.shape[0] // 2
     row = tl.arange(0, 2 * TP)
     t = tl.arange(0, TP)[:, None]
     j = tl.arange(0, TP)[None, :]
-    # Products of decays, not differences of sums of logarithms, which may be infinite. Numbers, which are in every
-    # thread, become part of tiles without an exchange between layouts.
-    between = tl.full((TP, TP), 1.0, tl.float32)
-    prefix = tl.full((2 * TP,), 1.0, tl.float32)
-    strengths = tl.full((1, TP), 0.0, tl.float32)
-    for i in tl.static_range(T):
-        here = tl.arange(0, TP) == i
-        number = tl.sum(tl.where(here, decay, 0.0), 0)
-        between = between * tl.where((t >= i) & (j < i), number, 1.0)
-        prefix = prefix * tl.where(row % TP >= i, number, 1.0)
-        strengths = tl.where(j == i, tl.sum(tl.where(here, beta, 0.0), 0), strengths)
-    factors = prefix * tl.where(row < TP, 1.0, scale)
+    decays = _numbers(decay, T)
+    factors = _prefix(decays, row % TP, T) * tl.where(row < TP, 1.0, scale)
     if NORM:
-        squares = tl.where(row[:, None] == row[None, :], products, 0.0)
-        norms = near_inverse_norm(tl.sum(squares, 1))
-        products = products * norms[:, None] * near_inverse_norm(tl.sum(squares, 0))[None, :]
+        norms, across = _lengths(products)
+        products = products * norms[:, None] * across[None, :]
         factors = factors * norms
     left, _ = tl.split(tl.permute(tl.reshape(products, (2, TP, 2, TP)), (1, 3, 0, 2)))
     kk, qk = tl.split(left)
-    weights = between * strengths
-    system = tl.where(t > j, kk * weights, 0.0)
+    betas = _numbers(beta, T)
+    strengths = tl.full((1, TP), 0.0, tl.float32)
+    for i in tl.static_range(T):
+        strengths = tl.where(j == i, betas[i], strengths)
+    weights = _between(decays, T, TP) * strengths
     M = tl.where(t >= j, qk * weights * scale, 0.0)
-    for i in tl.static_range(T - 1):
-        column = tl.sum(tl.where(j == T - 1 - i, M, 0.0), 1)
-        equation = tl.sum(tl.where(t == T - 1 - i, system, 0.0), 0)
-        M = tl.fma(-column[:, None], equation[None, :], M)
-    return factors, M
+    return factors, _substituted(M, tl.where(t > j, kk * weights, 0.0), T)
 
 
 @triton.jit
@@ -106,10 +113,11 @@ def solve_ahead(
     s_rawk, s_g, s_beta, s_q_b, s_q_t, s_q_h, s_q_k, s_k_b, s_k_t, s_k_h, s_k_k, s_read, s_A, s_a_b, s_a_t, s_a_h,
     s_bias, s_b_b, s_b_t, s_b_h, HV, heads_per_key,
     T: tl.constexpr, TP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, E: tl.constexpr, NORM: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
+    INPUT: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Store the factors and M of one head for the kernel that reads states; records of k, g, beta."""
     if OVERLAP:
+        gdc_wait()
         gdc_launch_dependents()
     head = tl.program_id(0) % HV
     key_head = head // heads_per_key
@@ -139,9 +147,90 @@ def solve_ahead(
         tl.store(beta_window + slot * s_beta + head * T + t, beta, mask=t < count)
         if (slot >= 0) & (head % heads_per_key == 0):
             tl.store(rawk + slot * s_rawk + key_head * (T * K) + token * K + c, keys, mask=inside)
-    x = tl.reshape(tl.join(keys.to(OPERAND), queries.to(OPERAND)), (8, TP // 8, KP // (4 * E), 4, E // 2, 2, 2))
+    x = tl.reshape(tl.join(keys.to(INPUT), queries.to(INPUT)), (8, TP // 8, KP // (4 * E), 4, E // 2, 2, 2))
     x = tl.reshape(tl.permute(x, (6, 1, 0, 2, 4, 3, 5)), (2 * TP, KP))
     factors, M = _solve(tl.dot(x, tl.trans(x), input_precision=PRECISION), decay, beta, scale, T, NORM)
     solved += (request * HV + head) * (2 * TP + TP * TP)
     tl.store(solved + tl.arange(0, 2 * TP), factors)
     tl.store(solved + 2 * TP + t[:, None] * TP + t[None, :], M)
+
+
+# Numbers that change from call to call, or whose divisors do not matter: one kernel serves them all.
+_PLAIN = [
+    "s_g_l", "s_g", "s_beta_l", "s_beta", "s_sources", "s_counts", "s_steps", "batch", "HV", "heads_per_key",
+    "null_block_id",
+]  # fmt: skip
+
+
+@triton.jit
+def _of_heads(pointer, count, T: tl.constexpr, TP: tl.constexpr, HEADS: tl.constexpr):
+    """The first numbers of a window, of several heads; zeros beyond them."""
+    t = tl.arange(0, TP)
+    numbers = ()
+    for h in tl.static_range(HEADS):
+        numbers = appended(numbers, tl.load(pointer + h * T + t, mask=t < count, other=0.0))
+    return numbers
+
+
+@triton.jit(do_not_specialize=_PLAIN)
+def solve_recorded(
+    solved, rawk, g, beta, sources, counts, steps,
+    s_rawk_l, s_rawk, s_g_l, s_g, s_beta_l, s_beta, s_sources, s_counts, s_steps, batch, HV, heads_per_key,
+    null_block_id,
+    T: tl.constexpr, TP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, E: tl.constexpr, HEADS: tl.constexpr,
+    NORM: tl.constexpr, OPERAND: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Store what states need to know of the first tokens of a window, for HEADS heads that share keys.
+
+    For each rows of TP numbers: factors of S k; those of the corrections, up to the last token; the same up to token
+    ``steps``; the decays up to these two. Then the parts of ``(I + A)^-1 diag(beta)``.
+    """
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    head = tl.program_id(0) * HEADS % HV
+    request = (tl.program_id(0) * HEADS // HV % batch).to(tl.int64)
+    layer = (tl.program_id(0) * HEADS // HV // batch).to(tl.int64)
+    slot = tl.load(sources + request * s_sources).to(tl.int64)
+    count = tl.load(counts + request * s_counts).to(tl.int32)
+    count = tl.where(slot > null_block_id, count, 0)
+    end = count
+    if steps is not None:
+        end = tl.minimum(tl.load(steps + request * s_steps).to(tl.int32) + 1, count)
+    rawk += layer * s_rawk_l + slot * s_rawk + head // heads_per_key * (T * K)
+    g += layer * s_g_l + slot * s_g + head * T
+    beta += layer * s_beta_l + slot * s_beta + head * T
+    t = tl.arange(0, TP)
+    gates = _of_heads(g, count, T, TP, HEADS)
+    betas = _of_heads(beta, count, T, TP, HEADS)
+    # As in `solve_ahead`; 16 rows, as many as a product has at least.
+    token = tl.arange(0, 2)[None, :, None, None] * 8 + tl.arange(0, 8)[:, None, None, None]
+    c = tl.arange(0, KP // (4 * E))[None, None, :, None] * (4 * E) + tl.arange(0, 4 * E)[None, None, None, :]
+    keys = tl.load(rawk + token * K + c, mask=(token < count) & (c < K), other=0.0).to(OPERAND)
+    x = tl.reshape(tl.permute(tl.reshape(keys, (8, 2, KP // (4 * E), 4, E // 2, 2)), (1, 0, 2, 4, 3, 5)), (16, KP))
+    products = tl.dot(x, tl.trans(x), input_precision="ieee")
+    if TP == 8:
+        left, _ = tl.split(tl.permute(tl.reshape(products, (2, 8, 2, 8)), (1, 3, 0, 2)))
+        products, _ = tl.split(left)
+    norms = tl.full((TP,), 1.0, tl.float32)
+    if NORM:
+        norms, across = _lengths(products)
+        products = products * norms[:, None] * across[None, :]
+    i = t[:, None]
+    j = t[None, :]
+    solved += tl.program_id(0).to(tl.int64) * (HEADS * (4 * TP + 3 * TP * TP))
+    for h in tl.static_range(HEADS):
+        decays = _numbers(held(exp(gates[h]), ASM), T)
+        strengths = betas[h][None, :]
+        system = tl.where(i > j, products * _between(decays, T, TP) * strengths, 0.0)
+        M = _substituted(tl.where(i == j, tl.broadcast_to(strengths, (TP, TP)), 0.0), system, T)
+        after, whole = _decay_after(decays, count, TP, T)
+        tl.store(solved + t, _prefix(decays, t, T) * norms)
+        tl.store(solved + TP + t, after * norms)
+        tl.store(solved + 3 * TP, whole)
+        if steps is not None:
+            after, whole = _decay_after(decays, end, TP, T)
+            tl.store(solved + 2 * TP + t, after * norms)
+            tl.store(solved + 3 * TP + 1, whole)
+        store_parts(solved + 4 * TP, M, OPERAND)
+        solved += 4 * TP + 3 * TP * TP
