@@ -1,5 +1,7 @@
 """Products whose rows stand alone: values against FP64, bits against each row by itself, what is refused."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch.library import opcheck
@@ -64,8 +66,12 @@ def test_tiles_hold_every_shape():
         assert parts >= 1 and parts * configs.BLOCK <= max(depth, configs.BLOCK)
         for rows in (1, 16, 17, 33, 64, 4096):
             for columns in (5, 256, 2048, 6448, 50288):
-                tile = configs.tile(rows, columns, depth)
-                assert tile.rows >= min(rows, 64) and tile.columns >= 16 and tile.stages > 1
+                for bf16, wide in product((False, True), repeat=2):
+                    tile = configs.tile(rows, columns, depth, bf16, wide)
+                    assert tile.rows >= 16 and tile.columns >= 16 and tile.stages > 1
+                    programs = -(-rows // tile.rows) * -(-columns // tile.columns)
+                    assert programs >= 264 or tile.split == (parts > 1)
+                    assert programs >= 264 or parts > 1 or (tile.rows, tile.columns) == (16, 16)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 # Inputs of one step of a sum.
 BLOCK = 64
+# Bytes of shared memory that the widest tile takes: Hopper has them.
+WIDE = 196608
 # Programs that keep the multiprocessors of a large device busy.
 _ENOUGH = 264
 
@@ -33,18 +35,35 @@ class Tile(NamedTuple):
     warps: int
 
 
-def tile(rows: int, columns: int, depth: int) -> Tile:
+def tile(rows: int, columns: int, depth: int, bf16: bool, wide: bool) -> Tile:
     """Tile of ``row_product``.
 
-    Few rows are bound by reading the weight: it takes enough programs, each with some blocks in flight.
+    Few rows are bound by reading the weight: it takes enough programs, each with some blocks in flight. Many rows are
+    bound by the matrix units and by bringing x to them in its parts: it takes wide tiles.
 
     Args:
         rows: rows of x.
         columns: outputs.
         depth: inputs.
+        bf16: whether the weight is, which then takes three products of bf16 and not of TF32.
+        wide: whether a multiprocessor has ``WIDE`` bytes of shared memory for a program.
     """
     parts = num_parts(depth)
-    height = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    width = 16 if height < 64 and parts == 1 and columns < 4096 else 64
-    programs = -(-rows // height) * -(-columns // width)
-    return Tile(height, width, parts > 1 and programs < _ENOUGH, 3, 4)
+    shapes = [_wide(rows, columns, bf16) if wide else (max(16, min(64, 1 << (rows - 1).bit_length())), 64, 4)]
+    if parts == 1:  # small models
+        shapes += [(32, 32, 4), (16, 16, 4)]
+    counts = [-(-rows // height) * -(-columns // width) for height, width, _ in shapes]
+    best = next((number for number, count in enumerate(counts) if count >= _ENOUGH), -1)
+    height, width, warps = shapes[best]
+    return Tile(height, width, parts > 1 and counts[best] < _ENOUGH, 3, warps)
+
+
+def _wide(rows: int, columns: int, bf16: bool) -> tuple[int, int, int]:
+    """Rows, columns and warps of a program where there is enough work."""
+    if rows <= 16:
+        return (16, 128 if bf16 and columns >= 4096 else 64, 4)
+    if rows <= 32:
+        return (32, 64, 4)
+    if rows <= 64:
+        return (64, 128, 8)
+    return (64, 256, 8) if bf16 else (128, 128, 8)

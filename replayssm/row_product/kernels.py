@@ -5,12 +5,14 @@ are added in the order of the parts. So the order does not depend on how many ro
 work to all multiprocessors: then every part has programs of its own, and a second launch adds the parts.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from replayssm.row_product.configs import BLOCK, num_parts
+from replayssm.row_product.configs import BLOCK, WIDE, num_parts
 from replayssm.row_product.configs import tile as product_tile
 
 _COLUMNS_ADDED = 256
@@ -78,12 +80,20 @@ def _add_parts(out, sums, bias, s_out, s_part, columns, PARTS: tl.constexpr, COL
     tl.store(out + row * s_out + n, total, mask=n_in)
 
 
+@cache
+def _is_wide(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"] >= WIDE
+
+
 def row_product(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """See :func:`replayssm.row_product.row_product`."""
     (rows, depth), columns = x.shape, weight.shape[0]
     if rows * columns == 0:
         return
-    tile, parts = product_tile(rows, columns, depth), num_parts(depth)
+    tile = product_tile(rows, columns, depth, weight.dtype == torch.bfloat16, _is_wide(x.device))
+    parts = num_parts(depth)
     grid = triton.cdiv(columns, tile.columns) * triton.cdiv(rows, tile.rows)
     sums, its_bias = out, bias
     if tile.split:
