@@ -1,8 +1,47 @@
-"""Tiles of the GDN kernels: pure functions of shapes and dtypes, never of values. No result depends on them."""
+"""Tiles of the GDN kernels, and what "auto" is: pure functions of shapes and dtypes, never of values.
+
+No result depends on a tile.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+import torch
+
+
+def verify_backend(backend: str, device: torch.device, frozen: bool, dtype: torch.dtype, seq_len: int) -> str:
+    """The backend of ``gated_delta_rule_mtp``; "auto" is the one that was measured faster, at most batches.
+
+    Args:
+        backend: as the caller names it.
+        device: of the tensors.
+        frozen: whether no state is stored, in its slot or elsewhere.
+        dtype: of q.
+        seq_len: T.
+    """
+    if backend != "auto":
+        return backend
+    return "tensor_core" if _measured(device, dtype) and frozen and seq_len > 1 else "simt"
+
+
+def records_backend(backend: str, device: torch.device, ring: bool, dtype: torch.dtype, rows: int) -> str:
+    """The backend of commit and materialize, likewise.
+
+    Args:
+        backend: as the caller names it.
+        device: of the tensors.
+        ring: whether the records lie in a ring.
+        dtype: of the recorded keys.
+        rows: rows of the windows, as the number of accepted tokens is not known here.
+    """
+    if backend != "auto":
+        return backend
+    return "tensor_core" if _measured(device, dtype) and not ring and rows > 4 else "simt"
+
+
+def _measured(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" and torch.version.hip is None and dtype == torch.bfloat16
 
 
 class Tile(NamedTuple):

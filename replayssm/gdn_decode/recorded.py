@@ -8,6 +8,7 @@ from replayssm.custom_op import define
 from replayssm.dispatch import by_device
 from replayssm.gdn_decode import checked
 from replayssm.gdn_decode.arguments import check_recorded
+from replayssm.gdn_decode.configs import records_backend
 
 _WINDOWS = "Tensor(a!) checkpoint_state, Tensor rawv_cache, Tensor rawk_cache, Tensor g_cache, Tensor beta_cache, "
 _commit = define(
@@ -66,8 +67,9 @@ def gated_delta_rule_replayssm_commit(
         use_qk_l2norm: divide keys by ``sqrt(sum k^2 + 1e-6)``, as the verify did.
         null_block_id: the largest slot that is not one, >= -1.
         backend: ``"simt"``: fp32, one token after the other: with fp32 checkpoints the bits of decoding token by token.
-            ``"tensor_core"``: on the CPU all tokens in one pass, in fp32 (``docs/maths.md`` §7); on a GPU simt, which
-            memory bounds. ``"auto"``: simt. ``"tcgen05"``: for GPUs of SM10x only, where it is simt too.
+            ``"tensor_core"``: all tokens in one pass, with the accuracy of fp32 (``docs/maths.md`` §7); on a GPU for
+            windows in bf16, others run simt. ``"auto"``: on an NVIDIA GPU tensor_core for windows of more than four
+            rows in bf16, else simt. ``"tcgen05"``: for GPUs of SM10x only, where it is simt.
 
     Raises:
         TypeError: an argument is no tensor, the dtype of the checkpoint or of a window is wrong, or the type of an
@@ -95,7 +97,8 @@ def gated_delta_rule_replayssm_commit(
     )  # fmt: skip
     _commit(
         checkpoint_state, rawv_cache, rawk_cache, g_cache, beta_cache, state_indices, accept_lens, track_state_indices,
-        track_steps, use_qk_l2norm, null_block_id, "simt" if backend == "auto" else backend,
+        track_steps, use_qk_l2norm, null_block_id,
+        records_backend(backend, rawk_cache.device, False, rawk_cache.dtype, rawk_cache.shape[3]),
     )  # fmt: skip
 
 
@@ -137,7 +140,7 @@ def gated_delta_rule_replayssm_materialize(
             materialized, whose rings may have up to 80 rows.
         use_qk_l2norm: normalise keys, as the verify did.
         null_block_id: the largest slot that is not one, >= -1.
-        backend: as in ``gated_delta_rule_replayssm_commit``.
+        backend: as in ``gated_delta_rule_replayssm_commit``; rings run simt on a GPU.
 
     Raises:
         TypeError: as ``gated_delta_rule_replayssm_commit``.
@@ -159,5 +162,6 @@ def gated_delta_rule_replayssm_materialize(
     )  # fmt: skip
     _materialize(
         checkpoint_state, rawv_cache, rawk_cache, g_cache, beta_cache, src_slots, dst_slots, prefix_lens, ring_start,
-        use_qk_l2norm, null_block_id, "simt" if backend == "auto" else backend,
+        use_qk_l2norm, null_block_id,
+        records_backend(backend, rawk_cache.device, ring_start is not None, rawk_cache.dtype, rawk_cache.shape[3]),
     )  # fmt: skip

@@ -50,10 +50,10 @@ def test_every_op_applies_a_token_alike(sizes, dtype):
         for window in poisoned:
             window[:, :, :, count:] = torch.nan
         committed = call.initial_state.clone()
-        commit(committed[None], *poisoned, call.initial_state_indices, int32([count] * 3))
+        commit(committed[None], *poisoned, call.initial_state_indices, int32([count] * 3), backend="simt")
         assert torch.equal(as_bytes(committed), as_bytes(wanted))
         stored = call.initial_state.clone()
-        materialize(stored[None], *poisoned, int32([3, 2]), int32([0, 5]), int32([count, count]))
+        materialize(stored[None], *poisoned, int32([3, 2]), int32([0, 5]), int32([count, count]), backend="simt")
         assert torch.equal(stored[[0, 5]], wanted[[3, 2]])
     flushed = lazily(call, [(4, 3), (1, 1), (3, 0), (3, 3), (4, 4)], 6)
     assert torch.equal(as_bytes(flushed[0]), as_bytes(decode(call, flushed[1])[0]))
