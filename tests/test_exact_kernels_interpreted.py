@@ -15,6 +15,8 @@ from ssd_cases import int32, random_case  # noqa: E402
 from replayssm.batch_invariant_decode import _mamba_chunk_scan_decode_rows, _masked_update_rows  # noqa: E402
 from replayssm.batch_invariant_decode.configs import BatchTile  # noqa: E402
 from replayssm.batch_invariant_decode.kernels import launch  # noqa: E402
+from replayssm.ssd.configs import ScanTile  # noqa: E402
+from replayssm.ssd.kernels import launch as scan_launch  # noqa: E402
 from replayssm.testing import Tolerance, assert_close, using  # noqa: E402
 
 SMALL = {"nheads": 3, "headdim": 5, "ngroups": 1, "dstate": 11}
@@ -49,15 +51,51 @@ def test_the_scan_equals_the_token_loop(dtype, D, with_z, with_bias, ngroups, li
         assert_close(name, value, results[1][name], Tolerance(relative, of_largest))
 
 
+def in_two_blocks(monkeypatch):
+    """Make outputs of a chunk of 32 rows in two blocks, for two heads of a group and then one."""
+    monkeypatch.setattr(scan_launch, "scan_tile", lambda *_: ScanTile(16, 16, 2, 4, 1))
+
+
+@pytest.mark.parametrize("chunk_size", [32, 21])
+def test_the_scan_in_two_blocks_equals_the_token_loop(chunk_size, monkeypatch):
+    in_two_blocks(monkeypatch)
+    case = random_case(71, chunk_size, dtype=torch.float16, **SMALL)
+    bounds, initial = int32(0, 20, 20, 69), torch.randn(3, *case.state_shape)
+    results = []
+    for module in ("kernels", "reference"):
+        with using(module):
+            results.append(scanned(case, bounds, 3, initial_states=initial))
+    for name, value in results[0].items():
+        assert_close(name, value, results[1][name], Tolerance(2.0**-9, 2.0**-9))
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # a program of one head, and of three
-def test_a_later_x_that_is_no_number_reaches_no_earlier_output(value, dtype):
-    case = random_case(40, **SMALL, dtype=dtype)
+@pytest.mark.parametrize("form", ["one head", "three heads", "two blocks"])
+@pytest.mark.parametrize("row", [5, 21])
+def test_a_later_x_that_is_no_number_reaches_no_earlier_output(value, form, row, monkeypatch):
+    case = random_case(40, **SMALL, dtype=torch.float32 if form == "one head" else torch.float16)
+    if form == "two blocks":
+        in_two_blocks(monkeypatch)
+        case = replace(case, chunk_size=32)
     with using("kernels"):
         expected = case.scan()
-        case.x[21:23] = value
+        case.x[row : row + 2] = value
         out = case.scan()
-    assert torch.equal(out[:21], expected[:21]) and not out[21:23].isfinite().any()
+    assert torch.equal(out[:row], expected[:row]) and not out[row : row + 2].isfinite().any()
+
+
+def test_a_sequence_without_new_tokens_is_not_read_beyond_its_end():
+    case = random_case(30, **SMALL, dtype=torch.float16)
+    with using("kernels"):
+        whole, decoder, states = case.scan(), Decoder(case), case.states(2)
+        decoder.prefill((2, case.tokens(0, 11)), (1, case.tokens(0, 5)))
+        rest = case.tokens(11, 30)
+        out = rest.scan(
+            initial_states=decoder.state[[2, 1]], batch_indices=int32(2, 1), cu_seqlens=int32(0, 19, 19),
+            final_states=states, **decoder.buffers.unfinished(),
+        )  # fmt: skip
+        final = case.tokens(0, 5).whole()[1]
+    assert torch.equal(out, whole[11:]) and torch.equal(states[1], final)
 
 
 def test_two_sources_and_padding():

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+_PROGRAMS = 128  # about as many as a large GPU has multiprocessors
+_HOPPER = 227 << 10  # bytes of shared memory that a program may take there
+
 
 def padded(number: int) -> int:
     """The smallest power of two that is at least ``number`` and 16, the shortest axis of a matrix product."""
@@ -32,12 +35,24 @@ class StateTile(NamedTuple):
     stages: int
 
 
-def state_tile(chunk_size: int, headdim: int, dstate: int, input_bytes: int) -> StateTile:
-    """Tile of the kernel that walks over the chunks of a sequence with one head's state."""
+def state_tile(chunk_size: int, headdim: int, dstate: int, input_bytes: int, heads: int, shared: int) -> StateTile:
+    """Tile of the kernel that walks over the chunks of a sequence with one head's state.
+
+    Args:
+        chunk_size: Q.
+        headdim: P.
+        dstate: N.
+        input_bytes: bytes of an element of x.
+        heads: heads of all sequences.
+        shared: bytes of shared memory that a program may take.
+    """
     if input_bytes == 4:  # fp32 products run without matrix units
         return StateTile(min(32, padded(headdim)), min(32, padded(dstate)), 16, 4, 1)
-    rows = min(64, padded(headdim))
-    return StateTile(rows, min(64, padded(dstate)), min(128, padded(chunk_size)), 4, 2)
+    rows, columns, tokens = min(64, padded(headdim)), min(64, padded(dstate)), padded(chunk_size)
+    if tokens > 128 or shared < _HOPPER:
+        return StateTile(rows, columns, min(64, tokens), 4, 2)
+    programs = heads * -(-headdim // rows) * -(-dstate // columns)
+    return StateTile(rows, columns, tokens, 4, 4 if programs <= _PROGRAMS else 3)
 
 
 class ScanTile(NamedTuple):
@@ -46,10 +61,10 @@ class ScanTile(NamedTuple):
     Attributes:
         rows: output rows of a program, and where it has one head, tokens of one product.
         states: columns of the state in one product.
-        heads: heads of a program, all of one group: with more than one they share ``C_t B_j``.
+        heads: heads of a program, all of one group, which share ``C_t B_j``; 0 for the form with one head, which
+            computes them anew.
         warps: warps of a program.
         stages: loads in flight.
-        registers: most registers of a thread, or None.
     """
 
     rows: int
@@ -57,14 +72,28 @@ class ScanTile(NamedTuple):
     heads: int
     warps: int
     stages: int
-    registers: int | None
 
 
-def scan_tile(chunk_size: int, headdim: int, dstate: int, input_bytes: int, heads_per_group: int) -> ScanTile:
-    """Tile of the kernel that computes outputs."""
+def scan_tile(
+    chunk_size: int, headdim: int, dstate: int, input_bytes: int, heads_per_group: int, chunk_groups: int, shared: int
+) -> ScanTile:
+    """Tile of the kernel that computes outputs.
+
+    Args:
+        chunk_size: Q.
+        headdim: P.
+        dstate: N.
+        input_bytes: bytes of an element of x.
+        heads_per_group: heads of a group.
+        chunk_groups: groups of all chunks.
+        shared: bytes of shared memory that a program may take.
+    """
     if input_bytes == 4:
-        return ScanTile(16, 16, 1, 4, 1, None)
-    rows = min(64, padded(chunk_size))
-    if chunk_size <= 128 and dstate <= 128 and heads_per_group > 1:
-        return ScanTile(rows, padded(dstate), min(8, heads_per_group), 4, 2, None)
-    return ScanTile(rows, min(128, padded(dstate)), 1, 4, 2, None)
+        return ScanTile(16, 16, 0, 4, 1)
+    rows = padded(chunk_size)
+    if dstate > 128 or shared < _HOPPER:
+        return ScanTile(min(64, rows), min(128, padded(dstate)), 0, 4, 2)
+    heads = min(16, heads_per_group)
+    while heads > 1 and chunk_groups * -(-heads_per_group // heads) * -(-headdim // 64) < _PROGRAMS:
+        heads = (heads + 1) // 2
+    return ScanTile(min(128, rows), padded(dstate), heads, 4 if rows <= 64 else 8, 3)

@@ -75,4 +75,5 @@ def _verify(module: ModuleType) -> None:
 def _ours(dt: torch.Tensor, A: torch.Tensor, chunk_size: int) -> Any:
     from replayssm.ssd.kernels.launch import launch_sums
 
-    return launch_sums(dt, A, A, chunk_size, True, 0.0, float("inf"), (None, None, None, None), None, 1)
+    numbers = launch_sums(dt, A, A, chunk_size, True, 0.0, float("inf"), (None, None, None, None), None, 1)
+    return numbers[..., 1], numbers[..., 0]

@@ -5,87 +5,118 @@ import triton.language as tl
 
 from replayssm.ssd.kernels.arithmetic import finished, weights
 from replayssm.ssd.kernels.constants import PER_CALL
-from replayssm.ssd.kernels.rows import buffered_rows, row_pointers, sequence_bounds, sequence_of
+from replayssm.ssd.kernels.rows import buffered_rows, row_numbers, row_pointers, sequence_bounds, sequence_of
+
+
+@triton.jit
+def _products(C_rows, B_at, n_column, zero, m, j):
+    """``C_t B_j`` of rows ``m`` and ``j``, zero where j is later."""
+    B_rows = tl.load(B_at, mask=n_column, other=zero)
+    return tl.where(m[:, None] >= j[None, :], tl.dot(C_rows, B_rows, input_precision="ieee"), 0.0)
 
 
 @triton.jit
 def _heads(
-    x, B, C, D, z, old_x, old_B, dt, sums, entering, out, s_x, s_B, s_x_row, s_B_row, s_C, s_z, s_out, s_D_head,
-    s_D_element, first, buffered, start, ring_len, origin, limit, m0, p, chunk_size, count,
-    P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BT: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
-    CAREFUL: tl.constexpr, OPERAND: tl.constexpr,
+    x, B, C, D, z, old_x, old_B, numbers, entering, out, s_x, s_B, s_x_row, s_B_row, s_C, s_z, s_out, s_D_head,
+    s_D_element, first, buffered, start, ring_len, origin, limit, p, chunk_size, count,
+    P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, CAREFUL: tl.constexpr, PER_ELEMENT: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """``count`` heads from where the pointers stand, rows ``m0..m0 + BT`` of the chunk from rows ``0..K``."""
+    """``count`` heads from where the pointers stand, the chunk's first (``BLOCK`` 0) or second ``BT`` rows.
+
+    Rows behind the last are read as the last: nothing of them is stored, and products with later rows are zero. So the
+    loop over heads needs no masks, which would hold the predicates that keep several exponentials in flight. Only with
+    ``CAREFUL`` may a later row of x or dt be no number: zero times that would reach an earlier output.
+    """
     n = tl.arange(0, NP)
-    m = m0 + tl.arange(0, BT)
-    j = tl.arange(0, K)
-    p_in = p < P
-    j_in = j < limit
-    wanted = (m < limit) & (origin + m >= buffered)
-    new_row = (first + origin + m - buffered)[:, None]
-    C_rows = tl.load(C + new_row * s_C + n[None, :], mask=wanted[:, None] & (n < N)[None, :], other=0.0)
-    B_at = row_pointers(B, s_B, old_B, s_B_row, origin + j, first, buffered, start, ring_len)
-    B_rows = tl.load(B_at[:, None] + n[None, :], mask=j_in[:, None] & (n < N)[None, :], other=0.0)
-    products = tl.dot(C_rows, tl.trans(B_rows), input_precision="ieee")
-    x_at = row_pointers(x, s_x, old_x, s_x_row, origin + j, first, buffered, start, ring_len)[:, None] + p[None, :]
-    stored = wanted[:, None] & p_in[None, :]
+    j = tl.arange(0, BT)
+    m = BLOCK * BT + j
+    own = tl.minimum(m, limit - 1)
+    inside = None  # masks of columns that are padding
+    p_row = None
+    n_row = None
+    n_column = None
+    zero = None
+    if P % BP != 0 or N != NP:
+        p_row = (p < P)[None, :]
+        n_row = (n < N)[None, :]
+        n_column = (n < N)[:, None]
+        inside = n_column & p_row
+        zero = 0.0
+    new_row = (first + tl.maximum(origin + own, buffered) - buffered)[:, None]
+    C_rows = tl.load(C + new_row * s_C + n[None, :], mask=n_row, other=zero)
+    B_at = row_pointers(B, s_B, old_B, s_B_row, origin, own, first, buffered, start, ring_len)
+    products = _products(C_rows, B_at[None, :] + n[:, None], n_column, zero, m, m)
+    x_at = row_pointers(x, s_x, old_x, s_x_row, origin, own, first, buffered, start, ring_len)[:, None] + p[None, :]
+    if BLOCK > 0:
+        B_at = row_pointers(B, s_B, old_B, s_B_row, origin, j, first, buffered, start, ring_len)
+        before = _products(C_rows, B_at[None, :] + n[:, None], n_column, zero, m, j)
+        j_at = row_pointers(x, s_x, old_x, s_x_row, origin, j, first, buffered, start, ring_len)[:, None] + p[None, :]
     for i in tl.range(0, count, num_stages=STAGES):
-        newest = tl.load(sums + i * chunk_size + m, mask=m < limit, other=0.0)
-        older = tl.load(sums + i * chunk_size + j, mask=j_in, other=0.0)
-        dt_row = tl.load(dt + i * chunk_size + j, mask=j_in, other=0.0)
-        state_at = entering + i * (P * N) + p[None, :] * N + n[:, None]
-        state = tl.load(state_at, mask=p_in[None, :] & (n < N)[:, None], other=0.0)
-        y = tl.dot(C_rows, state, input_precision="ieee") * tl.exp(newest)[:, None]
-        w = weights(products, newest[:, None], older[None, :], dt_row[None, :])
-        w = tl.where(m[:, None] >= j[None, :], w, 0.0).to(OPERAND)
-        x_rows = tl.load(x_at + i * P, mask=j_in[:, None] & p_in[None, :], other=0.0)
-        if CAREFUL:  # zero times a later row that is no number would reach an earlier output
-            before = y
-            for r in range(0, BT):
-                seen = tl.where((j <= m0 + r)[:, None], x_rows, 0.0).to(OPERAND)
-                y = tl.where((m == m0 + r)[:, None], tl.dot(w, seen, before, input_precision="ieee"), y)
-        else:
+        gate = tl.zeros((BT, BP), OPERAND)
+        skip = tl.zeros((1, BP), tl.float32) if PER_ELEMENT else 0.0
+        # In a branch: what no product takes would be read ahead into memory that is laid out badly for it.
+        if i < count:
+            if z is not None:
+                gate = tl.load(z + i * P + new_row * s_z + p[None, :], mask=p_row, other=zero)
+            if D is not None:
+                if PER_ELEMENT:
+                    skip_at = D + i * s_D_head + (p * s_D_element)[None, :]
+                    skip = tl.load(skip_at, mask=p_row, other=zero).to(tl.float32)
+                else:
+                    skip = tl.load(D + i * s_D_head).to(tl.float32)
+        state_at = entering + i * (P * N) + n[:, None] * P + p[None, :]
+        state = tl.load(state_at, mask=inside, other=zero)
+        newest, _, dt_row, decay = row_numbers(numbers, i * chunk_size + own, None, BT)
+        y = tl.dot(C_rows, state, input_precision="ieee") * decay[:, None]
+        if BLOCK > 0:
+            older, _, dt_older, _ = row_numbers(numbers, i * chunk_size + j, None, BT)
+            w = weights(before, newest[:, None], older[None, :], dt_older[None, :]).to(OPERAND)
+            x_rows = tl.load(j_at + i * P, mask=p_row, other=zero)
             y = tl.dot(w, x_rows, y, input_precision="ieee")
-        skip = 0.0
-        x_new = y
-        gate = y
-        if D is not None:
-            skip_at = D + i * s_D_head + p * s_D_element
-            skip = tl.load(skip_at, mask=p_in, other=0.0).to(tl.float32)[None, :]
-            x_new = tl.load(x + i * P + new_row * s_x + p[None, :], mask=stored, other=0.0)
-        if z is not None:
-            gate = tl.load(z + i * P + new_row * s_z + p[None, :], mask=stored, other=0.0)
-        y = finished(y, x_new, skip, gate, D is not None, z is not None)
-        tl.store(out + i * P + new_row * s_out + p[None, :], y.to(out.dtype.element_ty), mask=stored)
+        w = weights(products, newest[:, None], newest[None, :], dt_row[None, :])
+        x_rows = tl.load(x_at + i * P, mask=p_row, other=zero)
+        if CAREFUL:
+            w = tl.where(m[:, None] >= m[None, :], w, 0.0).to(OPERAND)
+            earlier = y
+            for r in range(0, BT):
+                seen = tl.where((j <= r)[:, None], x_rows, 0.0).to(OPERAND)
+                y = tl.where((j == r)[:, None], tl.dot(w, seen, earlier, input_precision="ieee"), y)
+        else:
+            y = tl.dot(w.to(OPERAND), x_rows, y, input_precision="ieee")
+        y = finished(y, x_rows, skip, gate, D is not None, z is not None)
+        # Compared anew for every head, or the loop would hold the predicates after all.
+        wanted = (m + i < limit + i) & (origin + m + i >= buffered + i)
+        at = out + i * P + new_row * s_out + p[None, :]
+        tl.store(at, y.to(out.dtype.element_ty), mask=wanted[:, None] & (p < P)[None, :])
 
 
 @triton.jit(do_not_specialize=PER_CALL)
 def group_outputs(
-    x, B, C, D, z, x_buffer, B_buffer, dt, sums, entering, flags, cu_seqlens, slots, num_buffered, ring_start, out,
+    x, B, C, D, z, x_buffer, B_buffer, numbers, entering, flags, cu_seqlens, slots, num_buffered, ring_start, out,
     s_x, s_B, s_C, s_z, s_out, s_x_slot, s_x_row, s_B_slot, s_B_row, s_D_head, s_D_element,
-    num_tokens, sequences, nheads, heads_per_group, chunk_size, spare, ring_len,
-    P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, ROWS: tl.constexpr,
-    HEADS: tl.constexpr, FLAGS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, OPERAND: tl.constexpr,
+    num_tokens, sequences, nheads, heads_per_group, chunk_size, spare, ring_len, heads,
+    P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, BLOCKS: tl.constexpr,
+    HEADS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, PER_ELEMENT: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """Program (chunk, some heads of a group, block of rows and columns)."""
+    """Program (chunk, ``heads`` of a group and HEADS at most, block of rows and columns)."""
     chunk = tl.program_id(0)
     sequence = chunk * 0
     if cu_seqlens is not None:
         sequence = sequence_of(chunk, cu_seqlens, sequences, chunk_size, spare, STEPS)
     first, length, first_chunk = sequence_bounds(sequence, cu_seqlens, num_tokens, chunk_size, spare)
     slot, buffered, start = buffered_rows(sequence, slots, num_buffered, ring_start)
-    blocks = tl.cdiv(heads_per_group, HEADS)
-    group = tl.program_id(1) // blocks
-    begin = tl.program_id(1) % blocks * HEADS
-    count = tl.minimum(HEADS, heads_per_group - begin)
+    programs = tl.cdiv(heads_per_group, heads)
+    group = tl.program_id(1) // programs
+    begin = tl.program_id(1) % programs * heads
+    count = tl.minimum(heads, heads_per_group - begin)
     head = group * heads_per_group + begin
     PARTS: tl.constexpr = (P + BP - 1) // BP
-    TILES: tl.constexpr = ROWS // BT
     part = tl.program_id(2) % PARTS
-    m0 = tl.program_id(2) // PARTS * BT
+    block = tl.program_id(2) // PARTS
     origin = (chunk - first_chunk) * chunk_size
     limit = tl.minimum(chunk_size, buffered + length - origin)
-    if (slot < 0) | (m0 >= limit) | (origin + m0 + BT <= buffered):
+    if (slot < 0) | (block * BT >= limit) | (origin + tl.minimum(block * BT + BT, limit) <= buffered):
         return
     old_x = x_buffer
     old_B = B_buffer
@@ -102,22 +133,22 @@ def group_outputs(
         z += head * P
     index = chunk.to(tl.int64) * nheads + head
     entering += index * (P * N)
-    dt += index * chunk_size
-    sums += index * chunk_size
+    numbers += index * (chunk_size * 4)
     p = part * BP + tl.arange(0, BP)
-    h = tl.arange(0, FLAGS)
-    careful = tl.max(tl.load(flags + (index + h) * PARTS + part, mask=h < count, other=0), 0)
-    if careful != 0:
-        _heads(
-            x, B, C, D, z, old_x, old_B, dt, sums, entering, out, s_x, s_B, s_x_row, s_B_row, s_C, s_z, s_out, s_D_head,
-            s_D_element, first, buffered, start, ring_len, origin, limit, m0, p, chunk_size, count,
-            P, N, NP, BT, ROWS, 1, True, OPERAND,
-        )  # fmt: skip
-    else:
-        for tile in tl.static_range(TILES):
-            if m0 == tile * BT:
+    h = tl.arange(0, HEADS)
+    flags += (sequence * nheads + head + h) * PARTS + part
+    careful = tl.max(tl.load(flags, mask=h < count, other=0), 0)
+    for BLOCK in tl.static_range(BLOCKS):
+        if block == BLOCK:
+            if careful != 0:
                 _heads(
-                    x, B, C, D, z, old_x, old_B, dt, sums, entering, out, s_x, s_B, s_x_row, s_B_row, s_C, s_z, s_out,
-                    s_D_head, s_D_element, first, buffered, start, ring_len, origin, limit, m0, p, chunk_size, count,
-                    P, N, NP, BT, (tile + 1) * BT, STAGES, False, OPERAND,
+                    x, B, C, D, z, old_x, old_B, numbers, entering, out, s_x, s_B, s_x_row, s_B_row, s_C, s_z, s_out,
+                    s_D_head, s_D_element, first, buffered, start, ring_len, origin, limit, p, chunk_size, count,
+                    P, N, NP, BT, BP, BLOCK, 1, True, PER_ELEMENT, OPERAND,
+                )  # fmt: skip
+            else:
+                _heads(
+                    x, B, C, D, z, old_x, old_B, numbers, entering, out, s_x, s_B, s_x_row, s_B_row, s_C, s_z, s_out,
+                    s_D_head, s_D_element, first, buffered, start, ring_len, origin, limit, p, chunk_size, count,
+                    P, N, NP, BT, BP, BLOCK, STAGES, False, PER_ELEMENT, OPERAND,
                 )  # fmt: skip

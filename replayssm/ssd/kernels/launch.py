@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from replayssm.ssd.configs import padded, scan_tile, state_tile
-from replayssm.ssd.kernels.constants import SUM_HEADS, SUM_WARPS
+from replayssm.ssd.kernels.constants import MOST_HEADS, SUM_HEADS, SUM_WARPS
 from replayssm.ssd.kernels.groups import group_outputs
 from replayssm.ssd.kernels.scan import chunk_outputs
 from replayssm.ssd.kernels.states import chunk_boundaries
@@ -32,6 +35,14 @@ def stride(tensor: Tensor | None, axis: int = 0) -> int:
     return 0 if tensor is None else tensor.stride(axis)
 
 
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program may take there; under the interpreter as on the GPU that tiles were measured on."""
+    if device.type != "cuda":
+        return 227 << 10
+    return driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+
+
 Where = tuple["Tensor | None", "Tensor | None", "Tensor | None", "Tensor | None"]
 
 
@@ -39,7 +50,7 @@ def launch_sums(
     dt: Tensor, A: Tensor, dt_bias: Tensor | None, chunk_size: int, dt_softplus: bool, dt_min: float, dt_max: float,
     where: Where, dt_buffer: Tensor | None, spare: int,
 ) -> Tensor:  # fmt: skip
-    """Processed dt and its sums, fp32 ``[2, chunks, H, chunk_size]``.
+    """What ``chunk_sums`` writes of each row, fp32 ``[chunks, H, chunk_size, 4]``: the first is the sum, the second dt.
 
     Args:
         dt: ``[tokens, H]``, packed rows.
@@ -55,15 +66,15 @@ def launch_sums(
     """
     (tokens, H), sequences = dt.shape, 1 if where[0] is None else where[0].shape[0] - 1
     chunks = tokens // chunk_size + spare * sequences
-    sums = torch.empty(2, chunks, H, chunk_size, dtype=torch.float32, device=dt.device)
+    numbers = torch.empty(chunks, H, chunk_size, 4, dtype=torch.float32, device=dt.device)
     chunk_sums[(chunks, triton.cdiv(H, SUM_HEADS))](
-        dt, A, dt_bias, *where, dt_buffer, sums[0], sums[1],
+        dt, A, dt_bias, *where, dt_buffer, numbers,
         dt.stride(0), stride(dt_buffer), stride(dt_buffer, 1), tokens, sequences, H, chunk_size, spare,
         1 if dt_buffer is None else dt_buffer.shape[1], dt_min, dt_max,
-        HEADS=SUM_HEADS, ROWS=padded(chunk_size), STEPS=sequences.bit_length(), SOFTPLUS=dt_softplus,
-        num_warps=SUM_WARPS,
+        HEADS=SUM_HEADS, ROWS=padded(chunk_size), WHOLE=H % SUM_HEADS == 0, STEPS=sequences.bit_length(),
+        SOFTPLUS=dt_softplus, num_warps=SUM_WARPS,
     )  # fmt: skip
-    return sums
+    return numbers
 
 
 def chunk_scan(
@@ -107,37 +118,38 @@ def chunk_scan(
     spare = 1 if x_buffer is None else ring_len // chunk_size + 2
     chunks = tokens // chunk_size + spare * sequences
     where: Where = (cu_seqlens, None if batch_indices is None else packed(batch_indices, 0), num_buffered, ring_start)
-    sums = launch_sums(dt, A, dt_bias, chunk_size, dt_softplus, dt_min, dt_max, where, dt_buffer, spare)
-    entering = torch.empty(chunks, H, P, N, dtype=x.dtype, device=x.device)
-    tile = state_tile(chunk_size, P, N, x.element_size())
-    flags = torch.empty(chunks, H, triton.cdiv(P, tile.rows), dtype=torch.int32, device=x.device)
+    numbers = launch_sums(dt, A, dt_bias, chunk_size, dt_softplus, dt_min, dt_max, where, dt_buffer, spare)
+    entering = torch.empty(chunks, H, N, P, dtype=x.dtype, device=x.device)
+    shared_memory = shared_bytes(x.device)
+    tile = state_tile(chunk_size, P, N, x.element_size(), sequences * H, shared_memory)
+    flags = torch.empty(sequences, H, triton.cdiv(P, tile.rows), dtype=torch.int32, device=x.device)
     chunk_boundaries[(sequences * H, triton.cdiv(P, tile.rows) * triton.cdiv(N, tile.columns))](
-        x, B, x_buffer, B_buffer, sums[0], sums[1], *where,
+        x, B, x_buffer, B_buffer, numbers, *where,
         None if initial_states is None else initial_states.contiguous(), entering, flags, final_states, boundary_states,
         chunk_states, x.stride(0), B.stride(0), stride(x_buffer), stride(x_buffer, 1), stride(B_buffer),
         stride(B_buffer, 1), stride(final_states), stride(boundary_states), stride(chunk_states),
         tokens, H, H // G, chunk_size, spare, ring_len,
         P=P, N=N, BP=tile.rows, BN=tile.columns, BT=tile.tokens, TILES=triton.cdiv(chunk_size, tile.tokens),
-        OPERAND=OPERANDS[x.dtype], num_warps=tile.warps, num_stages=tile.stages,
+        STAGES=tile.stages, OPERAND=OPERANDS[x.dtype], num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if tokens == 0:
         return
     arguments = (
-        x, B, C, D, z, x_buffer, B_buffer, sums[0], sums[1], entering, flags, *where, out,
+        x, B, C, D, z, x_buffer, B_buffer, numbers, entering, flags, *where, out,
         x.stride(0), B.stride(0), C.stride(0), stride(z), out.stride(0), stride(x_buffer), stride(x_buffer, 1),
         stride(B_buffer), stride(B_buffer, 1), stride(D), 0 if D is None or D.dim() == 1 else D.stride(1),
         tokens, sequences, H, H // G, chunk_size, spare, ring_len,
     )  # fmt: skip
-    rows = scan_tile(chunk_size, P, N, x.element_size(), H // G)
-    blocks = triton.cdiv(chunk_size, rows.rows) * triton.cdiv(P, tile.rows)
+    rows = scan_tile(chunk_size, P, N, x.element_size(), H // G, chunks * G, shared_memory)
+    blocks = triton.cdiv(chunk_size, rows.rows)
     shared = {
         "P": P, "N": N, "BT": rows.rows, "BP": tile.rows, "STEPS": sequences.bit_length(),
-        "OPERAND": OPERANDS[x.dtype], "num_warps": rows.warps, "maxnreg": rows.registers,
+        "OPERAND": OPERANDS[x.dtype], "num_warps": rows.warps, "num_stages": rows.stages,
     }  # fmt: skip
-    if rows.heads == 1:
-        chunk_outputs[(chunks, H, blocks)](*arguments, BN=rows.states, num_stages=rows.stages, **shared)
+    if rows.heads == 0:
+        chunk_outputs[(chunks, H, blocks * flags.shape[2])](*arguments, BN=rows.states, **shared)
     else:
-        group_outputs[(chunks, G * triton.cdiv(H // G, rows.heads), blocks)](
-            *arguments, NP=rows.states, ROWS=padded(chunk_size), HEADS=rows.heads,
-            FLAGS=triton.next_power_of_2(rows.heads), STAGES=rows.stages, **shared,
+        group_outputs[(chunks, G * triton.cdiv(H // G, rows.heads), blocks * flags.shape[2])](
+            *arguments, rows.heads, NP=rows.states, BLOCKS=blocks, HEADS=MOST_HEADS, STAGES=rows.stages,
+            PER_ELEMENT=D is not None and D.dim() == 2, **shared,
         )  # fmt: skip

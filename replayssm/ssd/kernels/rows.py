@@ -50,9 +50,27 @@ def buffered_rows(sequence, slots, num_buffered, ring_start):
 
 
 @triton.jit
-def row_pointers(new, s_new, old, s_old, position, first, buffered, start, ring_len):
-    """Pointers to the rows at ``position`` of a sequence; ``old`` is its slot, None without buffers."""
-    at = new + (first + position - buffered) * s_new
+def row_pointers(new, s_new, old, s_old, origin, row, first, buffered, start, ring_len):
+    """Pointers to the rows at ``origin + row`` of a sequence; ``old`` is its slot, None without buffers.
+
+    Only ``row``, int32, is a tensor: its products with a stride are one instruction each.
+    """
+    at = new + (first + origin - buffered) * s_new + row.to(tl.int64) * s_new
     if old is not None:
+        position = origin + row
         at = tl.where(position < buffered, old + ((start + position) % ring_len).to(tl.int64) * s_old, at)
     return at
+
+
+@triton.jit
+def row_numbers(numbers, row, inside, ROWS: tl.constexpr):
+    """``(sum, factor of the row in the state, dt, factor of the state in the row)``, see ``chunk_sums``."""
+    at = numbers + row[:, None] * 4 + tl.arange(0, 4)[None, :]
+    if inside is None:
+        four = tl.load(at)
+    else:
+        four = tl.load(at, mask=inside[:, None], other=0.0)
+    first_pair, second_pair = tl.split(tl.reshape(four, (ROWS, 2, 2)))
+    total, scale = tl.split(first_pair)
+    dt, decay = tl.split(second_pair)
+    return total, scale, dt, decay

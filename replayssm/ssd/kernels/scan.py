@@ -5,12 +5,12 @@ import triton.language as tl
 
 from replayssm.ssd.kernels.arithmetic import finished, weights
 from replayssm.ssd.kernels.constants import PER_CALL
-from replayssm.ssd.kernels.rows import buffered_rows, row_pointers, sequence_bounds, sequence_of
+from replayssm.ssd.kernels.rows import buffered_rows, row_numbers, row_pointers, sequence_bounds, sequence_of
 
 
 @triton.jit
 def _chunk_rows(
-    y, x, B, old_x, old_B, C_at, dt, sums, newest, m, p, p_in, wanted, first, buffered, start, origin, limit, m0,
+    y, x, B, old_x, old_B, C_at, numbers, newest, m, p, p_in, wanted, first, buffered, start, origin, limit, m0,
     s_x, s_x_row, s_B, s_B_row, ring_len,
     N: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, CAREFUL: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
@@ -24,17 +24,16 @@ def _chunk_rows(
         j = j0 + token
         j_in = j < limit
         products = tl.zeros((BT, BT), tl.float32)
-        B_at = row_pointers(B, s_B, old_B, s_B_row, origin + j, first, buffered, start, ring_len)
+        B_at = row_pointers(B, s_B, old_B, s_B_row, origin, j, first, buffered, start, ring_len)
         for n0 in tl.static_range(0, N, BN):
             n = n0 + tl.arange(0, BN)
             C_rows = tl.load(C_at + n[None, :], mask=wanted[:, None] & (n < N)[None, :], other=0.0)
             B_rows = tl.load(B_at[:, None] + n[None, :], mask=j_in[:, None] & (n < N)[None, :], other=0.0)
             products = tl.dot(C_rows, tl.trans(B_rows), products, input_precision="ieee")
-        older = tl.load(sums + j, mask=j_in, other=0.0)
-        dt_row = tl.load(dt + j, mask=j_in, other=0.0)
+        older, _, dt_row, _ = row_numbers(numbers, j, j_in, BT)
         w = weights(products, newest[:, None], older[None, :], dt_row[None, :])
         w = tl.where(m[:, None] >= j[None, :], w, 0.0).to(OPERAND)
-        x_at = row_pointers(x, s_x, old_x, s_x_row, origin + j, first, buffered, start, ring_len)
+        x_at = row_pointers(x, s_x, old_x, s_x_row, origin, j, first, buffered, start, ring_len)
         x_rows = tl.load(x_at[:, None] + p[None, :], mask=j_in[:, None] & p_in[None, :], other=0.0)
         if CAREFUL:
             # Zero times a later row that is no number would reach an earlier output.
@@ -52,7 +51,7 @@ def _chunk_rows(
 
 @triton.jit(do_not_specialize=PER_CALL)
 def chunk_outputs(
-    x, B, C, D, z, x_buffer, B_buffer, dt, sums, entering, flags, cu_seqlens, slots, num_buffered, ring_start, out,
+    x, B, C, D, z, x_buffer, B_buffer, numbers, entering, flags, cu_seqlens, slots, num_buffered, ring_start, out,
     s_x, s_B, s_C, s_z, s_out, s_x_slot, s_x_row, s_B_slot, s_B_row, s_D_head, s_D_element,
     num_tokens, sequences, nheads, heads_per_group, chunk_size, spare, ring_len,
     P: tl.constexpr, N: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr,
@@ -87,27 +86,26 @@ def chunk_outputs(
     new_row = first + origin + m - buffered
     wanted = (m < limit) & (origin + m >= buffered)
     C_at = (C + group * N + new_row * s_C)[:, None]
-    flags += (chunk.to(tl.int64) * nheads + head) * columns + tl.program_id(2) % columns
-    careful = tl.load(flags) != 0
+    careful = tl.load(flags + (sequence * nheads + head) * columns + tl.program_id(2) % columns) != 0
     entering += (chunk.to(tl.int64) * nheads + head) * (P * N)
-    rows = (chunk.to(tl.int64) * nheads + head) * chunk_size
-    newest = tl.load(sums + rows + m, mask=m < limit, other=0.0)
+    numbers += (chunk.to(tl.int64) * nheads + head) * (chunk_size * 4)
+    newest, _, _, decay = row_numbers(numbers, m, m < limit, BT)
     y = tl.zeros((BT, BP), tl.float32)
     for n0 in tl.static_range(0, N, BN):
         n = n0 + tl.arange(0, BN)
         C_rows = tl.load(C_at + n[None, :], mask=wanted[:, None] & (n < N)[None, :], other=0.0)
-        state = tl.load(entering + p[None, :] * N + n[:, None], mask=p_in[None, :] & (n < N)[:, None], other=0.0)
+        state = tl.load(entering + n[:, None] * P + p[None, :], mask=p_in[None, :] & (n < N)[:, None], other=0.0)
         y = tl.dot(C_rows, state, y, input_precision="ieee")
-    y = y * tl.exp(newest)[:, None]
+    y = y * decay[:, None]
     if careful:
         y = _chunk_rows(
-            y, x, B, old_x, old_B, C_at, dt + rows, sums + rows, newest, m, p, p_in, wanted, first, buffered, start,
-            origin, limit, m0, s_x, s_x_row, s_B, s_B_row, ring_len, N, BT, BN, True, OPERAND,
+            y, x, B, old_x, old_B, C_at, numbers, newest, m, p, p_in, wanted, first, buffered, start, origin,
+            limit, m0, s_x, s_x_row, s_B, s_B_row, ring_len, N, BT, BN, True, OPERAND,
         )  # fmt: skip
     else:
         y = _chunk_rows(
-            y, x, B, old_x, old_B, C_at, dt + rows, sums + rows, newest, m, p, p_in, wanted, first, buffered, start,
-            origin, limit, m0, s_x, s_x_row, s_B, s_B_row, ring_len, N, BT, BN, False, OPERAND,
+            y, x, B, old_x, old_B, C_at, numbers, newest, m, p, p_in, wanted, first, buffered, start, origin,
+            limit, m0, s_x, s_x_row, s_B, s_B_row, ring_len, N, BT, BN, False, OPERAND,
         )  # fmt: skip
     at = new_row[:, None]
     mask = wanted[:, None] & p_in[None, :]
