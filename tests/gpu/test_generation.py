@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent.parent / "hf"))
 
-from tiny_mamba2 import fresh_model, make_prompts
+from tiny import fresh_model, make_prompts
 from torch import nn
 
 import replayssm.hf as hf

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent.parent / "hf"))
 
-from tiny_mamba2 import fresh_model, make_prompts, pad
+from tiny import fresh_model, make_prompts, pad
 from transformers import LogitsProcessorList
 
 import replayssm.hf as hf

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent.parent / "hf"))
 
-from tiny_gdn import fresh_model, make_prompts
+from tiny import fresh_model, make_prompts
 
 import replayssm.hf as hf
 from replayssm.hf.graph import Graphs

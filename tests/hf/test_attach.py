@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from tiny_mamba2 import fresh_model, greedy_text, make_prompts, shared_model, step_logits
+from tiny import HYBRIDS, fresh_model, greedy_text, make_prompts, shared_model, step_logits
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -32,14 +32,15 @@ def everything(model):
         name: (tensor.dtype, tensor.stride(), tensor.detach().clone(), id(tensor))
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     }
-    return tensors, {name: sorted(module.__dict__) for name, module in model.named_modules()}
+    return tensors, {name: (id(module), sorted(module.__dict__)) for name, module in model.named_modules()}
 
 
-@pytest.mark.parametrize("name", ["biases", "tied"])
+@pytest.mark.parametrize("name", ["biases", "tied", *HYBRIDS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_detach_leaves_no_trace(name, dtype):
     model = fresh_model(name).to(dtype)
-    model.backbone.layers[0].mixer.A_log.data = model.backbone.layers[0].mixer.A_log.data.float()
+    mixer = next(module for module in model.modules() if hasattr(module, "A_log"))
+    mixer.A_log.data = mixer.A_log.data.float()
     tensors, attributes = everything(model)
     with torch.no_grad():
         logits = model(IDS).logits
@@ -225,25 +226,29 @@ def test_parametrised_layers_work():
     assert out[0, 9:].tolist() == greedy_text("biases", prompt, 9)
 
 
-def test_attached_model_without_our_cache_is_the_model():
-    model, (prompt,) = fresh_model(), make_prompts("biases", (9,))
-    hf.attach(model)
-    torch.testing.assert_close(step_logits(model, prompt), step_logits(shared_model(), prompt), atol=1e-5, rtol=1e-5)
+@pytest.mark.parametrize("name", ["biases", *HYBRIDS])
+def test_attached_model_without_our_cache_is_the_model(name):
+    model, (prompt,) = hf.attach(fresh_model(name)), make_prompts(name, (9,))
+    torch.testing.assert_close(
+        step_logits(model, prompt), step_logits(shared_model(name), prompt), atol=1e-5, rtol=1e-5
+    )
     out = model.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False)
-    assert out[0, 9:].tolist() == greedy_text("biases", prompt, 9)
-    loss = model(IDS, labels=IDS).loss
-    loss.backward()
-    assert model.backbone.layers[0].mixer.in_proj.weight.grad.isfinite().all()
+    assert out[0, 9:].tolist() == greedy_text(name, prompt, 9)
+    model(IDS, labels=IDS).loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
+    assert any(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_a_copy_of_an_attached_model_stands_by_itself():
-    model, (prompt,) = hf.attach(fresh_model()), make_prompts("biases", (9,))
+@pytest.mark.parametrize("name", ["biases", "next"])
+def test_a_copy_of_an_attached_model_stands_by_itself(name):
+    model, (prompt,) = hf.attach(fresh_model(name)), make_prompts(name, (9,))
+    hf.generate(model, torch.tensor([prompt]), max_new_tokens=3)
     clone = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     out = hf.generate(clone, torch.tensor([prompt]), max_new_tokens=9)
-    assert out[0, 9:].tolist() == greedy_text("biases", prompt, 9)
+    assert out[0, 9:].tolist() == greedy_text(name, prompt, 9)
     hf.detach(clone)
     assert attachment_of(model) is not None
 

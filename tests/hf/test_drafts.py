@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_mamba2 import fresh_model, greedy_text, make_prompts, pad, shared_model
+from tiny import fresh_model, greedy_text, make_prompts, pad, shared_model
 
 import replayssm.hf as hf
 from replayssm.hf.attachment import attachment_of

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from tiny_mamba2 import SIZES, fresh_model, make_prompts, oracle, pad, shared_model
+from tiny import MAMBA2, fresh_model, make_prompts, oracle, pad, shared_model
 from transformers import LogitsProcessorList
 
 import replayssm.hf as hf
@@ -37,7 +37,7 @@ def texts_of(out, ids, mask):
     return [row[:width][mask[i].bool()].tolist() + row[width:].tolist() for i, row in enumerate(out)]
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", MAMBA2)
 @pytest.mark.parametrize(
     ("draft", "tokens"), [(None, 0), ("lookup", 6), ("right", 5), ("wrong", 3), ("alternating", 8), ("right", 15)]
 )

@@ -1,93 +1,15 @@
 """Texts of models with Gated DeltaNet and attention layers: with drafts, without, and of plain transformers."""
 
-import itertools
-import random
-
 import pytest
 import torch
-from tiny_gdn import MODELS, fresh_model, greedy_text, make_prompts, shared_model, step_logits
-from tiny_mamba2 import oracle, pad
-from tiny_mamba2 import shared_model as small_mamba2
+from generating import COUNT, HITS, check, new_tokens
+from tiny import HYBRIDS, fresh_model, greedy_text, make_prompts, oracle, pad, shared_model, step_logits
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, StoppingCriteriaList
 from transformers.generation import MaxLengthCriteria
 
 import replayssm.hf as hf
 from replayssm.hf import linear
 from replayssm.hf.attachment import attachment_of
-
-LENGTHS = (9, 2, 14, 5, 1)
-COUNT = 21
-HITS = {
-    "right": lambda place: True,
-    "wrong": lambda place: False,
-    "alternating": lambda place: place % 2 == 0,
-    "mixed": lambda place: place % 5 != 0,
-}
-
-
-def new_tokens(ids, width):
-    return [row[width:].tolist() for row in ids]
-
-
-def check(name, draft, num_draft_tokens, batch, side="left", window=16, seed=1, count=COUNT):
-    prompts = make_prompts(name, LENGTHS[:batch], seed)
-    expected = [greedy_text(name, prompt, count) for prompt in prompts]
-    if draft in HITS:
-        draft = oracle([p + e for p, e in zip(prompts, expected, strict=True)], HITS[draft])
-    ids, mask = pad(prompts, side)
-    out, stats = hf.generate(
-        shared_model(name),
-        ids,
-        attention_mask=mask,
-        draft=draft,
-        num_draft_tokens=num_draft_tokens,
-        max_new_tokens=count,
-        window=window,
-        return_stats=True,
-    )
-    assert torch.equal(out[:, : ids.shape[1]], ids)
-    assert new_tokens(out, ids.shape[1]) == expected
-    assert stats.exact
-    return stats
-
-
-MATRIX = list(itertools.product(MODELS, ("lookup", *HITS), range(1, 9), range(1, 6)))
-
-
-@pytest.mark.parametrize("combination", random.Random(0).sample(MATRIX, 40), ids=str)
-def test_text_is_that_of_single_steps(combination):
-    check(*combination)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("combination", MATRIX, ids=str)
-@pytest.mark.parametrize("window", [9, 16])
-def test_text_is_that_of_single_steps_full_matrix(combination, window):
-    check(*combination, window=window)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_without_drafts(name):
-    stats = check(name, None, 4, 5, side="right")
-    assert stats.rounds == COUNT - 1 and stats.drafted == 0
-
-
-@pytest.mark.parametrize(("draft", "rate"), [("right", 1.0), ("wrong", 0.0)])
-def test_accept_rate(draft, rate):
-    stats = check("3_5", draft, 5, 3)
-    assert stats.accept_rate == rate and stats.drafted > 0
-    assert stats.rounds == (4 if rate else COUNT - 1)
-
-
-@pytest.mark.parametrize("window", [1, 2, 3, 7, 16, 40, 64])
-def test_every_window(window):
-    check("next", "mixed", 3, 3, window=window)
-
-
-@pytest.mark.parametrize("name", ["next", "3_5_moe"])
-def test_rows_that_outgrow_their_room_for_keys_at_different_times(name):
-    """Prompts of 1 to 14 tokens and 140 new ones: the buffers of 64 keys double while drafts are open."""
-    check(name, "mixed", 7, 5, count=140)
 
 
 def test_the_longest_draft_is_that_of_the_op():
@@ -98,25 +20,6 @@ def test_the_longest_draft_is_that_of_the_op():
         match=r"num_draft_tokens: expected 0 <= num_draft_tokens <= 15 \(what the model's layers verify\), got 16",
     ):
         hf.generate(shared_model("next"), ids, num_draft_tokens=16, max_new_tokens=40)
-
-
-@pytest.mark.parametrize("draft", ["right", None])
-def test_rows_that_end_early(draft):
-    name = "next"
-    prompts = make_prompts(name, (5, 8, 3), seed=3)
-    texts = [greedy_text(name, prompt, COUNT) for prompt in prompts]
-    ends = (texts[0][3], texts[1][9])
-    expected = [text[: min((text.index(e) + 1 for e in ends if e in text), default=COUNT)] for text in texts]
-    assert len({len(each) for each in expected}) > 1 and len(expected[0]) <= 4
-    if draft:
-        draft = oracle([p + t for p, t in zip(prompts, texts, strict=True)], HITS[draft])
-    ids, mask = pad(prompts)
-    out = hf.generate(
-        shared_model(name), ids, attention_mask=mask, draft=draft, eos_token_id=ends, pad_token_id=60,
-        max_new_tokens=COUNT,
-    )  # fmt: skip
-    longest = max(map(len, expected))
-    assert new_tokens(out, 8) == [text + [60] * (longest - len(text)) for text in expected]
 
 
 @pytest.mark.parametrize("name", ["next_moe", "3_5"])
@@ -158,7 +61,7 @@ def test_processors_and_criteria_run_token_by_token():
         assert torch.equal(out, expected[:, :stop])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_through_transformers_generate(name):
     prompts = make_prompts(name, (7, 3))
     ids, mask = pad(prompts)
@@ -193,14 +96,14 @@ def test_a_draft_model_of_another_family():
 
 def test_the_longest_draft_is_that_of_the_draft_model_too():
     """Layers of the drafting model may verify fewer tokens than those of the model."""
-    model, drafter, ids = small_mamba2("biases"), fresh_model("next"), torch.tensor([[3, 4, 5]])
+    model, drafter, ids = shared_model("biases"), fresh_model("next"), torch.tensor([[3, 4, 5]])
     assert hf.generate(model, ids, draft_model=drafter, num_draft_tokens=15, max_new_tokens=4).shape == (1, 7)
     with pytest.raises(ValueError, match=r"<= num_draft_tokens <= 15 \(what the draft model's layers verify\), got 16"):
         hf.generate(model, ids, draft_model=drafter, num_draft_tokens=16, max_new_tokens=4)
     assert attachment_of(model) is None and attachment_of(drafter) is None
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_models_that_are_not_packed_give_the_same_text(name, monkeypatch):
     monkeypatch.setattr(linear, "_MOST_PACKED", 0)
     check(name, "mixed", 4, 3)
@@ -217,7 +120,7 @@ def test_eager_attention(name):
     assert new_tokens(out, 9) == expected
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_logits_of_a_prompt_are_those_of_single_steps(name):
     """100 tokens: several blocks of the delta rule, and room for keys that grows in the prompt."""
     (prompt,) = make_prompts(name, (100,), seed=2)
@@ -253,5 +156,5 @@ def test_statistics_count_keys_and_values():
     # Both rows take 20 steps; the longer one has 51 to 70 tokens with the new one, which needs 64 keys 14 times.
     assert stats.key_value_bytes_read == 2 * (14 * 64 + 6 * 128) * key
     assert stats.key_value_bytes_written == 2 * 20 * key
-    _, stats = hf.generate(small_mamba2(), torch.tensor([[3, 4]]), max_new_tokens=3, return_stats=True)
+    _, stats = hf.generate(shared_model("biases"), torch.tensor([[3, 4]]), max_new_tokens=3, return_stats=True)
     assert (stats.key_value_bytes, stats.key_value_bytes_read, stats.key_value_bytes_written) == (0, 0, 0)

@@ -5,80 +5,55 @@ import random
 
 import pytest
 import torch
-from tiny_mamba2 import SIZES, fresh_model, greedy_text, make_prompts, oracle, pad, shared_model, step_logits
+from generating import COUNT, HITS, LENGTHS, check, new_tokens
+from tiny import HYBRIDS, MAMBA2, fresh_model, greedy_text, make_prompts, oracle, pad, shared_model, step_logits
 
 import replayssm.hf as hf
 from replayssm.hf import linear
 from replayssm.hf.forward import Forward
 
-LENGTHS = (9, 2, 14, 5, 1)
-COUNT = 21
-HITS = {
-    "right": lambda place: True,
-    "wrong": lambda place: False,
-    "alternating": lambda place: place % 2 == 0,
-    "mixed": lambda place: place % 5 != 0,
-}
+MATRICES = [list(itertools.product(names, ("lookup", *HITS), range(1, 9), range(1, 6))) for names in (MAMBA2, HYBRIDS)]
+SAMPLE = random.Random(0).sample(MATRICES[0], 60) + random.Random(0).sample(MATRICES[1], 40)
 
 
-def new_tokens(ids, width):
-    return [row[width:].tolist() for row in ids]
-
-
-def check(name, draft, num_draft_tokens, batch, side="left", window=16, seed=1):
-    prompts = make_prompts(name, LENGTHS[:batch], seed)
-    expected = [greedy_text(name, prompt, COUNT) for prompt in prompts]
-    if draft in HITS:
-        draft = oracle([p + e for p, e in zip(prompts, expected, strict=True)], HITS[draft])
-    ids, mask = pad(prompts, side)
-    out, stats = hf.generate(
-        shared_model(name),
-        ids,
-        attention_mask=mask,
-        draft=draft,
-        num_draft_tokens=num_draft_tokens,
-        max_new_tokens=COUNT,
-        window=window,
-        return_stats=True,
-    )
-    assert torch.equal(out[:, : ids.shape[1]], ids)
-    assert new_tokens(out, ids.shape[1]) == expected
-    return stats
-
-
-MATRIX = list(itertools.product(SIZES, ("lookup", *HITS), range(1, 9), range(1, 6)))
-
-
-@pytest.mark.parametrize("combination", random.Random(0).sample(MATRIX, 60), ids=str)
+@pytest.mark.parametrize("combination", SAMPLE, ids=str)
 def test_text_is_that_of_single_steps(combination):
     check(*combination)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("combination", MATRIX, ids=str)
+@pytest.mark.parametrize("combination", [*MATRICES[0], *MATRICES[1]], ids=str)
 @pytest.mark.parametrize("window", [9, 16])
 def test_text_is_that_of_single_steps_full_matrix(combination, window):
     check(*combination, window=window)
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", [*MAMBA2, *HYBRIDS])
 def test_without_drafts(name):
-    stats = check(name, None, 4, 5)
+    stats = check(name, None, 4, 5, side="right" if name in HYBRIDS else "left")
     assert stats.rounds == COUNT - 1 and stats.drafted == 0 and stats.accept_rate == 0
     assert stats.new_tokens == 5 * COUNT
 
 
 @pytest.mark.parametrize(("draft", "rate"), [("right", 1.0), ("wrong", 0.0)])
-def test_accept_rate(draft, rate):
-    stats = check("biases", draft, 5, 3)
+@pytest.mark.parametrize("name", ["biases", "3_5"])
+def test_accept_rate(name, draft, rate):
+    stats = check(name, draft, 5, 3)
     assert stats.accept_rate == rate and stats.drafted > 0
     # 21 tokens: the prefill's, then rounds of one token or of one and five drafts.
     assert stats.rounds == (4 if rate else COUNT - 1)
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 7, 16, 40, 64])
-def test_every_window(window):
-    check("tied", "mixed", 3, 3, window=window)
+@pytest.mark.parametrize("name", ["tied", "next"])
+def test_every_window(name, window):
+    check(name, "mixed", 3, 3, window=window)
+
+
+@pytest.mark.parametrize("name", ["next", "3_5_moe"])
+def test_rows_that_outgrow_their_room_for_keys_at_different_times(name):
+    """Prompts of 1 to 14 tokens and 140 new ones: the buffers of 64 keys double while drafts are open."""
+    check(name, "mixed", 7, 5, count=140)
 
 
 def test_both_sides_padded_and_holes_refused():
@@ -107,9 +82,10 @@ def test_right_padding_and_what_the_pads_hold_do_not_matter():
 
 
 @pytest.mark.parametrize("draft", ["right", None])
-def test_end_tokens_per_row(draft):
-    prompts = make_prompts("biases", (5, 8, 3), seed=3)
-    texts = [greedy_text("biases", prompt, COUNT) for prompt in prompts]
+@pytest.mark.parametrize("name", ["biases", "next"])
+def test_end_tokens_per_row(name, draft):
+    prompts = make_prompts(name, (5, 8, 3), seed=3)
+    texts = [greedy_text(name, prompt, COUNT) for prompt in prompts]
     ends = (texts[0][3], texts[1][9])
     expected = [text[: min((text.index(e) + 1 for e in ends if e in text), default=COUNT)] for text in texts]
     assert len({len(e) for e in expected}) > 1 and len(expected[0]) <= 4
@@ -117,7 +93,7 @@ def test_end_tokens_per_row(draft):
         draft = oracle([p + t for p, t in zip(prompts, texts, strict=True)], HITS[draft])
     ids, mask = pad(prompts)
     out, stats = hf.generate(
-        shared_model(), ids, attention_mask=mask, draft=draft, eos_token_id=ends, pad_token_id=59,
+        shared_model(name), ids, attention_mask=mask, draft=draft, eos_token_id=ends, pad_token_id=59,
         max_new_tokens=COUNT, return_stats=True,
     )  # fmt: skip
     width = max(map(len, expected))

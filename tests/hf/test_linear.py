@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_mamba2 import greedy_text, make_prompts, shared_model
+from tiny import greedy_text, make_prompts, shared_model
 from torch import nn
 
 import replayssm.hf as hf

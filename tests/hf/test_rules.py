@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_mamba2 import cache_name, fresh_model, greedy_text, make_prompts, oracle, pad, shared_model
+from tiny import cache_name, fresh_model, greedy_text, make_prompts, oracle, pad, shared_model
 from torch import nn
 from transformers import (
     DynamicCache,

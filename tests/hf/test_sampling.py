@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_mamba2 import fresh_model, make_prompts, pad, shared_model
+from tiny import fresh_model, make_prompts, pad, shared_model
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import replayssm.hf as hf

@@ -4,9 +4,8 @@ as little; the graphs themselves are tested on a GPU (tests/gpu/test_generation.
 import copy
 
 import pytest
-import tiny_gdn
 import torch
-from tiny_mamba2 import SIZES, fresh_model, greedy_text, make_prompts, oracle, pad
+from tiny import fresh_model, greedy_text, make_prompts, oracle, pad
 from torch import nn
 from transformers import RepetitionPenaltyLogitsProcessor
 
@@ -280,16 +279,15 @@ def test_norms_in_one_launch_are_those_of_the_model(monkeypatch):
 
 @pytest.mark.parametrize("name", ["biases", "tied", "next", "3_5"])
 def test_weights_stay_as_they_are_stored(name, as_on_a_gpu):
-    make = fresh_model if name in SIZES else tiny_gdn.fresh_model
-    prompts = make_prompts(name, (6, 3, 9)) if name in SIZES else tiny_gdn.make_prompts(name, (6, 3, 9))
-    model, wide = make(name).bfloat16(), make(name).bfloat16().float()
+    prompts = make_prompts(name, (6, 3, 9))
+    model, wide = fresh_model(name).bfloat16(), fresh_model(name).bfloat16().float()
     hf.attach(model)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     texts, stats = generate(model, prompts)
     assert texts == generate(wide, prompts)[0] and stats.exact
     # Its own forward is still that of bf16.
     ids = torch.tensor([prompts[0]])
-    assert torch.equal(model(ids).logits, make(name).bfloat16()(ids).logits)
+    assert torch.equal(model(ids).logits, fresh_model(name).bfloat16()(ids).logits)
     for one, other in zip(model.named_parameters(), wide.parameters(), strict=True):
         if one[0].endswith(("A_log", "conv1d.weight", "norm.weight")):
             one[1].data.mul_(1.5)
@@ -318,15 +316,12 @@ def test_prompts_of_several_blocks(length, pieces, monkeypatch):
 def test_prompts_in_pieces(name, graphs, monkeypatch):
     """Whole beside piecewise ones, rows that end before others, texts that outgrow the first buffers of keys."""
     monkeypatch.setattr("replayssm.hf.session._PIECES", 5)
-    tiny = tiny_gdn if name == "next" else None
-    make, prompts_of = (tiny.fresh_model, tiny.make_prompts) if tiny else (fresh_model, make_prompts)
-    text_of = tiny.greedy_text if tiny else greedy_text
-    prompts = prompts_of(name, (40, 3, 70, 81, 16), 3)
-    model = hf.attach(make(name))
+    prompts = make_prompts(name, (40, 3, 70, 81, 16), 3)
+    model = hf.attach(fresh_model(name))
     # Twice, the second time in rows and buffers that hold what the first one left.
     for _ in range(2):
         texts, stats = generate(model, prompts, num_draft_tokens=3)
-        assert texts == [text_of(name, prompt, COUNT) for prompt in prompts]
+        assert texts == [greedy_text(name, prompt, COUNT) for prompt in prompts]
         assert stats.new_tokens == COUNT * 5 and stats.accepted <= stats.drafted
     assert stats.graph_rounds == stats.rounds
 

@@ -3,9 +3,8 @@
 from contextlib import contextmanager
 
 import pytest
-import tiny_gdn
 import torch
-from tiny_mamba2 import fresh_model, make_prompts
+from tiny import fresh_model, make_prompts
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import replayssm.hf as hf
@@ -28,7 +27,7 @@ def autocast():
 
 MODELS = {
     "biases": lambda: (fresh_model("biases"), make_prompts("biases", (21,))),
-    "next": lambda: (tiny_gdn.fresh_model("next", attn_implementation="eager"), tiny_gdn.make_prompts("next", (21,))),
+    "next": lambda: (fresh_model("next", attn_implementation="eager"), make_prompts("next", (21,))),
 }
 
 
@@ -90,7 +89,7 @@ WRONG = [
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda each: "-".join(each))
 def test_a_streamer_hears_nothing_of_what_is_refused(wrong):
     makers = {
-        "gdn": tiny_gdn.fresh_model,
+        "gdn": lambda: fresh_model("next"),
         "gpt": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=8, n_layer=1, n_head=2)),
     }
     options = {"input_ids": torch.tensor([[1, 5, 2, 3]]), "streamer": Heard(), "max_new_tokens": 2, **wrong}

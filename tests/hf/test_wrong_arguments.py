@@ -3,7 +3,7 @@
 import pytest
 import torch
 from spoiling import Call, complaints
-from tiny_mamba2 import fresh_model, make_prompts, shared_model
+from tiny import fresh_model, make_prompts, shared_model
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 import replayssm.hf as hf
