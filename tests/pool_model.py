@@ -16,6 +16,8 @@ NAN = float("nan")
 MAMBA2 = ((4, 3, 5, 2, 3), (6, 2, 3, 3, 4))
 # A kind of each; of the second layer value heads, value dim, key dim, key heads and the convolution's width.
 MIXED = (MAMBA2[0], GDNLayer(6, 3, 5, 2, 4))
+# The second has another convolution.
+GDN = (GDNLayer(6, 3, 5, 2, 4), GDNLayer(4, 7, 2, 4, 3))
 
 
 class Decoder:
@@ -187,6 +189,18 @@ class History:
             history = buffers.conv_rows[slot, : layer.conv_width - 1].double()
             window = self.conv_window(index, count, layer.conv_width - 1)
             assert torch.equal(history, window.to(buffers.conv_rows.dtype).double())
+
+
+def run(decoder, pool, slot, history, tokens, accepted):
+    """One verified and committed step of one request, its outputs compared with the truth."""
+    index = torch.tensor([slot])
+    truth = history.copy().extend(tokens)
+    for layer in range(len(decoder.layers)):
+        out = decoder.verify(pool, index, torch.tensor([tokens]), index=layer)
+        expected = torch.stack(truth.outputs[layer][-len(tokens) :])
+        torch.testing.assert_close(out[0].double(), expected, rtol=2e-4, atol=2e-4)
+    pool.commit([slot], [accepted], len(tokens))
+    history.extend(tokens[:accepted])
 
 
 def every_tensor(pool):

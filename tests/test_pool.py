@@ -5,6 +5,9 @@ import itertools
 import pytest
 import torch
 from pool_model import (
+    GDN,
+    MAMBA2,
+    MIXED,
     Decoder,
     History,
     as_bytes,
@@ -15,6 +18,7 @@ from pool_model import (
     make_pool,
     poison_dead_rows,
     poison_slot,
+    run,
     snapshot,
 )
 
@@ -31,16 +35,9 @@ def decoder():
     return Decoder()
 
 
-def run(decoder, pool, slot, history, tokens, accepted):
-    """One verified and committed step of one request, its outputs compared with the truth."""
-    index = torch.tensor([slot])
-    truth = history.copy().extend(tokens)
-    for layer in range(len(decoder.layers)):
-        out = decoder.verify(pool, index, torch.tensor([tokens]), index=layer)
-        expected = torch.stack(truth.outputs[layer][-len(tokens) :])
-        torch.testing.assert_close(out[0].double(), expected, **TOLERANCE)
-    pool.commit([slot], [accepted], len(tokens))
-    history.extend(tokens[:accepted])
+@pytest.fixture(scope="module", params=[MAMBA2, GDN, MIXED], ids=["mamba2", "gdn", "mixed"])
+def any_decoder(request):
+    return Decoder(request.param)
 
 
 # ---- bytes
@@ -203,8 +200,9 @@ def test_write_state(decoder, state_dtype, given):
 
 
 @pytest.mark.parametrize("accepted", range(4))
-def test_every_accept_count_at_every_wrap(decoder, accepted):
+def test_every_accept_count_at_every_wrap(any_decoder, accepted):
     """The next outputs depend on the accepted tokens only, wherever the rings begin; also after a poisoned tenant."""
+    decoder = any_decoder
     pool = make_pool(decoder, num_slots=3)
     slot = 1
     pool.allocate(3)
@@ -328,8 +326,9 @@ def test_materialized_state_is_what_a_flush_stores(decoder, state_dtype, rewind)
     assert not any(cursor_values(pool, copy).values())
 
 
-def test_a_block_boundary_inside_an_accepted_run(decoder):
+def test_a_block_boundary_inside_an_accepted_run(any_decoder):
     """Block 4: at position 3 a run of 3 is accepted; the states at 4 and at 6 are both to be had, drafts in neither."""
+    decoder = any_decoder
     pool = make_pool(decoder)
     slot, block, newest = pool.allocate(3).tolist()
     history = History(decoder).extend([1, 2, 3])

@@ -3,17 +3,16 @@
 import pytest
 import torch
 from pool_model import (
+    GDN,
     MAMBA2,
     MIXED,
     Decoder,
-    History,
     as_bytes,
     assert_same_bytes,
     cursor_values,
     every_tensor,
     fill_pool,
     make_pool,
-    poison_dead_rows,
     poison_slot,
     snapshot,
 )
@@ -23,8 +22,6 @@ from replayssm.gdn_decode import gated_delta_rule_replayssm_commit
 
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}
 QWEN3_NEXT = GDNLayer(value_heads=32, value_dim=128, key_dim=128, key_heads=16, conv_width=4)
-# Value heads, value dim, key dim, key heads, width; the second has another convolution.
-GDN = (GDNLayer(6, 3, 5, 2, 4), GDNLayer(4, 7, 2, 4, 3))
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -35,16 +32,6 @@ def decoder(request):
 
 def verify(decoder, pool, slots, tokens):
     return [decoder.verify(pool, slots, tokens, index=index) for index in range(len(decoder.layers))]
-
-
-def run(decoder, pool, slot, history, tokens, accepted):
-    truth = history.copy().extend(tokens)
-    for out, outputs in zip(
-        verify(decoder, pool, torch.tensor([slot]), torch.tensor([tokens])), truth.outputs, strict=True
-    ):
-        torch.testing.assert_close(out[0].double(), torch.stack(outputs[-len(tokens) :]), **TOLERANCE)
-    pool.commit([slot], [accepted], len(tokens))
-    history.extend(tokens[:accepted])
 
 
 @pytest.mark.parametrize("state_dtype", FLOATS)
@@ -89,22 +76,6 @@ def test_fork_copy_reset_and_reuse_reach_every_field(decoder, state_dtype):
         assert not as_bytes(tensor)[[1, 2]].any(), name
 
 
-@pytest.mark.parametrize("accepted", range(4))
-def test_every_accept_count_at_every_wrap(decoder, accepted):
-    pool = make_pool(decoder, num_slots=3)
-    pool.allocate(3)
-    for turn in range(pool.ring_len):
-        poison_slot(pool, 1)
-        pool.reset([1])
-        history = History(decoder).extend([7, turn])
-        history.prefill(pool, 1)
-        pool.cursors.ring_start[1] = turn
-        run(decoder, pool, 1, history, [1, 2, 3], accepted)
-        poison_dead_rows(pool, [1])
-        for tokens, kept in (([4, 5, 6], 2), ([8], 1), ([9, 10], 0), ([11, 12, 13], 3)):
-            run(decoder, pool, 1, history, tokens, kept)
-
-
 @pytest.mark.parametrize("state_dtype", FLOATS)
 @pytest.mark.parametrize("rewind", [0, 1, 2])
 def test_materialized_state_has_the_bits_of_a_flush_of_the_same_rows(decoder, state_dtype, rewind):
@@ -144,19 +115,6 @@ def test_materialized_fp32_state_has_the_bits_of_committing_every_token():
             ]
             gated_delta_rule_replayssm_commit(state, *one, torch.tensor([0]), torch.tensor([1]))
         assert torch.equal(buffers.state[copy], state[0, 0])
-
-
-def test_a_block_boundary_inside_an_accepted_run(decoder):
-    pool = make_pool(decoder)
-    slot, block = pool.allocate(2).tolist()
-    history = History(decoder).extend([1, 2, 3])
-    history.prefill(pool, slot)
-    run(decoder, pool, slot, history, [4, 5, 6], 3)
-    pool.materialize([slot], [block], [2], decoder.decays)
-    history.assert_slot(pool, block, 4, **TOLERANCE)
-    resumed = History(decoder).extend([1, 2, 3, 4])
-    run(decoder, pool, block, resumed, [30, 31], 1)
-    run(decoder, pool, slot, history, [7], 1)
 
 
 def test_decay_rates_belong_to_mamba2_layers():
