@@ -21,8 +21,7 @@ def score(
     """Score texts in one forward each, as ``generate`` scores its prompts.
 
     With ``exact=True`` the logits at a token are, bit for bit, those that ``generate(..., exact=True)`` chose the next
-    token from, however it was decoded: a policy that is trained on scores computed here has taken its samples from
-    itself.
+    token from, however it was decoded: the sampling policy's own. No gradients are recorded.
 
     Args:
         model: a causal LM of a supported family.
