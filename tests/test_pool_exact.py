@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pool_model import every_tensor
 
 from replayssm.batch_invariant_decode import batch_invariant_decode_buffered_scan
-from replayssm.cache import ExactMamba2Layer, GDNLayer, ReplayPool, slot_bytes
+from replayssm.cache import ExactMamba2Layer, GDNLayer, ReplayPool, restore, slot_bytes, snapshot
 from replayssm.ssd import chunk_scan
 
 LAYERS = [
@@ -78,7 +78,7 @@ for text in TEXTS[1:]:  # one model, hence one A and D
         text.outputs[index] = chunk_scan(x, dt, A, B, C, layer.chunk_size, D=D, dt_softplus=True)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_lifecycles(data):
     pool = make_pool()
@@ -86,7 +86,9 @@ def test_lifecycles(data):
         tensor.fill_(float("nan") if tensor.is_floating_point() else 1)
     active = {}  # slot -> (text, place)
     for _ in range(data.draw(st.integers(4, 12))):
-        action = data.draw(st.sampled_from(["prefill", "verify", "verify", "verify", "fork", "materialize", "free"]))
+        action = data.draw(
+            st.sampled_from(["prefill", "verify", "verify", "verify", "fork", "preempt", "materialize", "free"])
+        )
         if action == "prefill" and pool.num_free:
             [slot] = pool.allocate().tolist()
             text, tokens = data.draw(st.sampled_from(TEXTS)), data.draw(st.integers(1, 45))
@@ -110,6 +112,16 @@ def test_lifecycles(data):
             source = data.draw(st.sampled_from(sorted(active)))
             [slot] = pool.fork([source]).tolist()
             active[slot] = active[source]
+        elif action == "preempt" and active:
+            slots = data.draw(st.lists(st.sampled_from(sorted(active)), min_size=1, unique=True))
+            saved = snapshot(pool, slots)
+            pool.free(slots)
+            for tensor in pool.per_slot().values():
+                tensor[slots] = float("nan") if tensor.is_floating_point() else 1
+            others = data.draw(st.permutations(pool.allocate(pool.num_free).tolist()))
+            pool.free(others[len(slots) :])
+            restore(pool, others[: len(slots)], saved)
+            active |= {new: active.pop(old) for old, new in zip(slots, others, strict=False)}
         elif action == "materialize" and len(active) > 1:
             source, target = data.draw(st.permutations(sorted(active)))[:2]
             pool.materialize([source], [target], [0])
