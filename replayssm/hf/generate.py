@@ -31,9 +31,8 @@ from replayssm.hf.prompts import check_positions, join, strip_padding
 from replayssm.hf.sampling import Greedy, Gumbel
 from replayssm.hf.stats import GenerationStats
 from replayssm.hf.stopping import Rules
+from replayssm.mamba.arguments import MAX_WINDOW
 
-# One token more is verified than drafted, and a pool's window holds 64 rows.
-_MOST_DRAFT_TOKENS = 63
 # What transformers hands to every custom callable, and what cannot change a text here.
 _PASSED_BY_TRANSFORMERS = {
     "attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache", "cache_params", "past_key_values",
@@ -300,9 +299,9 @@ def _run(
     if num_draft_tokens is None:
         num_draft_tokens = default_draft_tokens(draft if draft_model is None else draft_model)
     check_flag("exact", exact)
-    check_range("num_draft_tokens", num_draft_tokens, 0, _MOST_DRAFT_TOKENS)
+    check_range("num_draft_tokens", num_draft_tokens, 0, MAX_WINDOW - 1)  # and the token before them
     check_range("max_new_tokens", rules.max_new_tokens, 1, sys.maxsize)
-    check_range("window", window, 1, _MOST_DRAFT_TOKENS + 1)
+    check_range("window", window, 1, MAX_WINDOW)
     check_streamer(streamer)
     with ExitStack() as stack:
         stack.enter_context(attached(model))

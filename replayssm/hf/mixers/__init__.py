@@ -2,8 +2,8 @@
 
 An adapter module has ``OPS``, the op family that it runs on; ``MIXERS``, the names of the mixers' classes; ``GATED``,
 those of gated feed-forward blocks; ``ROUTED``, those of blocks that send every token to experts; ``layer_shape``,
-``linears`` and ``bypassed`` of a mixer; ``prepare`` for its weights, ``derive`` for those of them that are computed from
-parameters; ``run_prompt``, which runs it over a prompt; and ``replay_forward``, which goes on from there.
+``linears`` and ``bypassed`` of a mixer; ``prepare`` for its weights, ``derive`` for those of them that are computed
+from parameters; ``run_prompt``, which runs it over a prompt; and ``replay_forward``, which goes on from there.
 """
 
 from __future__ import annotations

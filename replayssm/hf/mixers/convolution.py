@@ -23,6 +23,20 @@ def scratch_rows(rows: int) -> int:
     return -(-rows // 16) * 16
 
 
+def conv_parameters(mixer: Any) -> dict[str, Tensor | None]:
+    """The fields ``conv_weight`` and ``conv_bias`` of a family's ``Weights``, computed from a mixer's parameters."""
+    bias = mixer.conv1d.bias
+    return {
+        "conv_weight": mixer.conv1d.weight.detach().float().squeeze(1).t().contiguous().t(),
+        "conv_bias": None if bias is None else bias.detach().float(),
+    }
+
+
+def activation_of(mixer: Any) -> str | None:
+    """The field ``activation``: what the convolution applies itself, None when the mixer's own function has to."""
+    return "silu" if mixer.activation in ("silu", "swish") else None
+
+
 def convolve(
     weights: Any, rows: Tensor, cursors: Cursors, slots: Tensor, conv_in: Tensor, out: Tensor | None = None
 ) -> Tensor:

@@ -18,7 +18,7 @@ from replayssm.cursors import Cursors
 from replayssm.gdn_decode import gated_delta_rule_checkpointing, gated_delta_rule_mtp
 from replayssm.gdn_decode.arguments import MAX_TOKENS
 from replayssm.hf.linear import JoinedProduct, RowProduct
-from replayssm.hf.mixers.convolution import convolve, convolve_prompt
+from replayssm.hf.mixers.convolution import activation_of, conv_parameters, convolve, convolve_prompt
 from replayssm.hf.norm import in_one_launch
 
 
@@ -82,17 +82,15 @@ def prepare(mixer: Any, projections: Sequence[nn.Linear], order: Sequence[int] |
         in_proj=JoinedProduct(projections, order, pack),
         out_proj=RowProduct(mixer.out_proj, pack),
         norm=in_one_launch(mixer.norm),
-        activation="silu" if mixer.activation in ("silu", "swish") else None,
+        activation=activation_of(mixer),
         **derive(mixer),
     )
 
 
 def derive(mixer: Any) -> dict[str, Any]:
     """The fields of ``Weights`` that are computed from parameters, or are parameters themselves."""
-    bias = mixer.conv1d.bias
     return {
-        "conv_weight": mixer.conv1d.weight.detach().float().squeeze(1).t().contiguous().t(),
-        "conv_bias": None if bias is None else bias.detach().float(),
+        **conv_parameters(mixer),
         "A_log": mixer.A_log.detach().float(),
         "dt_bias": mixer.dt_bias.detach().float(),
     }

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from replayssm.cache import Mamba2Buffers, Mamba2Layer
 from replayssm.cursors import Cursors
 from replayssm.hf.linear import RowProduct
-from replayssm.hf.mixers.convolution import convolve, convolve_prompt
+from replayssm.hf.mixers.convolution import activation_of, conv_parameters, convolve, convolve_prompt
 from replayssm.hf.norm import in_one_launch
 from replayssm.mamba import checkpointing_ssu
+from replayssm.mamba.arguments import MAX_WINDOW
 
 OPS = "mamba"
-# Tokens of a prompt's block, and the largest window that the op takes.
-_BLOCK = 64
+# Tokens of a prompt's block.
+_BLOCK = MAX_WINDOW
 MIXERS = ("Mamba2Mixer",)
 GATED: tuple[str, ...] = ()
 ROUTED: tuple[str, ...] = ()
@@ -87,7 +88,7 @@ def prepare(mixer: Any, pack: bool) -> Weights:
         out_proj=RowProduct(mixer.out_proj, pack),
         norm=in_one_launch(mixer.norm),
         dt_limit=(float(low), float(high)),
-        activation="silu" if mixer.activation in ("silu", "swish") else None,
+        activation=activation_of(mixer),
         **derive(mixer),
     )
 
@@ -95,10 +96,8 @@ def prepare(mixer: Any, pack: bool) -> Weights:
 def derive(mixer: Any) -> dict[str, Any]:
     """The fields of ``Weights`` that are computed from parameters, or are parameters themselves."""
     heads, headdim, dstate = mixer.num_heads, mixer.head_dim, mixer.ssm_state_size
-    bias = mixer.conv1d.bias
     return {
-        "conv_weight": mixer.conv1d.weight.detach().float().squeeze(1).t().contiguous().t(),
-        "conv_bias": None if bias is None else bias.detach().float(),
+        **conv_parameters(mixer),
         "A": (-torch.exp(mixer.A_log.detach().float()))[:, None, None].expand(heads, headdim, dstate),
         "D": mixer.D.detach().float()[:, None].expand(heads, headdim),
         "dt_bias": mixer.dt_bias.detach().float()[:, None].expand(heads, headdim),
