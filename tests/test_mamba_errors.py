@@ -353,7 +353,7 @@ def materialize_arguments():
         ({"replay_prefix_len": int32([0, -1])}, "got -1 of request 1, active_request_indices[0]"),
         ({"dst_slots": int32([[1, 2], [3, 3], [1, 2]])}, "dst_slots: expected distinct slots in layer 1, got 3"),
         ({"dst_slots": int32([[1, 2], [1, 0], [1, 2]])}, "slots that no other request reads in layer 1, got 0"),
-        ({"state_ptrs": torch.tensor([64, 0, 64])}, "state_ptrs: expected a host address for layer 1, got 0"),
+        ({"state_ptrs": torch.tensor([64, 0, 64])}, "state_ptrs: expected an address for layer 1, got 0"),
         ({"state_ptrs": torch.tensor([64, 65, 64])}, "state_ptrs: expected an address where torch.float32 may lie"),
         ({"A_ptrs": torch.tensor([66] * 3), "replay_prefix_len": int32([1, 1])}, "A_ptrs: expected an address where"),
         ({"pad_slot_id": 1 << 70}, "pad_slot_id: expected -9223372036854775808 <= pad_slot_id"),

@@ -15,6 +15,7 @@ from replayssm.checks import (
     check_shape,
     once_per_layout,
 )
+from replayssm.conv.checked import check_values
 from replayssm.custom_op import define
 from replayssm.dispatch import by_device
 
@@ -26,7 +27,7 @@ _ACTIVATIONS = (None, "silu")
 _op = define(
     "causal_conv1d_replay(Tensor(a!) rows, Tensor conv_start, Tensor x, Tensor weight, Tensor? bias, str? activation, "
     "Tensor? state_batch_indices, int pad_slot_id, Tensor? cu_seqlens, int? max_seqlen, Tensor(b!) out) -> ()",
-    by_device("conv", "causal_conv1d_replay"),
+    by_device("conv", "causal_conv1d_replay", check_values),
 )
 
 

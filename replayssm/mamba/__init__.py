@@ -11,7 +11,7 @@ from torch import Tensor
 from replayssm.custom_op import define
 from replayssm.dispatch import by_device
 from replayssm.mamba.arguments import check_checkpointing_ssu, check_replayssm_materialize
-from replayssm.mamba.checked import check_values
+from replayssm.mamba.checked import check_copies, check_values
 
 __all__ = ["checkpointing_ssu", "replayssm_materialize"]
 
@@ -32,7 +32,7 @@ _replayssm_materialize = define(
     "ScalarType state_dtype, ScalarType input_dtype, ScalarType matrixA_dtype, int dim, int dstate, int num_heads, "
     "int heads_per_group, int max_window, int ring_buffer_len, int pad_slot_id, Tensor? rand_seed, "
     "int philox_rounds, Tensor[] dependency_inputs, Tensor(a!)[] dependency_outputs) -> ()",
-    by_device("mamba", "replayssm_materialize"),
+    by_device("mamba", "replayssm_materialize", check_copies),
 )
 
 

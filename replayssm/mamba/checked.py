@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from replayssm.checks import check_finite
+from replayssm.mamba.copies import planned
 from replayssm.mamba.requests import Request, plan
 
 
@@ -52,6 +55,26 @@ def check_values(
     tokens = {"x": x, "dt": dt, "B": B, "C": C, "z": z}
     for request in requests:
         _check_request(request, state, state_scale, rings, tokens, cu_seqlens is not None)
+
+
+def check_copies(*arguments: Any) -> None:
+    """Raise ValueError for a table, slot, cursor or length that is wrong; on the CPU also for a number not finite.
+
+    The arguments are those of ``replayssm_materialize`` as the op takes them. Only host addresses can be read here.
+    """
+    tables, copies = planned(*arguments)
+    if arguments[0].device.type != "cpu":
+        return
+    for copy in copies:
+        source, where = tables.slot(copy.layer, copy.src), f" of slot {copy.src} in layer {copy.layer}"
+        check_finite("state", source.state.float(), where)
+        if source.scale is not None:
+            check_finite("state_scale", source.scale, where)
+        rows = (copy.start + torch.arange(copy.num_rows)) % source.x.shape[1]
+        for name, ring in (("x_cache", source.x), ("B_cache", source.B), ("dt_cache", source.dt)):
+            check_finite(name, ring[:, rows], f" of the replayed rows{where}")
+        if copy.num_rows:
+            check_finite("A", tables.A(copy.layer), f" of layer {copy.layer}")
 
 
 def _check_request(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from replayssm.mamba.requests import plan_copies
+from replayssm.mamba.requests import Copy, plan_copies
 from replayssm.mamba.slots import Layout, Noise, PointerTables, Slot, store
 from replayssm.rounding import layer_seed
 
@@ -15,8 +16,23 @@ from replayssm.rounding import layer_seed
 Folded = Callable[[Slot, Tensor, int, int], Tensor]
 
 
-def materialize_with(
-    folded: Folded,
+def materialize_with(folded: Folded, *arguments: Any) -> None:
+    """``replayssm.mamba.replayssm_materialize``, with ``folded`` as its arithmetic; arguments as of ``planned``."""
+    tables, copies = planned(*arguments)
+    *_, rand_seed, philox_rounds, _, _ = arguments
+    seed = int(rand_seed.item()) if rand_seed is not None and philox_rounds > 0 else None
+    for copy in copies:
+        source, target = tables.slot(copy.layer, copy.src), tables.slot(copy.layer, copy.dst)
+        if copy.num_rows == 0:
+            target.state.copy_(source.state)
+            if target.scale is not None and source.scale is not None:
+                target.scale.copy_(source.scale)
+            continue
+        noise = None if seed is None else Noise(layer_seed(seed, copy.layer), philox_rounds)
+        store(target, copy.dst, folded(source, tables.A(copy.layer), copy.start, copy.num_rows), noise)
+
+
+def planned(
     state_ptrs: Tensor,
     state_slot_strides: Tensor,
     x_cache_ptrs: Tensor,
@@ -47,8 +63,8 @@ def materialize_with(
     philox_rounds: int,
     dependency_inputs: list[Tensor],
     dependency_outputs: list[Tensor],
-) -> None:
-    """``replayssm.mamba.replayssm_materialize``, with ``folded`` as its arithmetic."""
+) -> tuple[PointerTables, list[Copy]]:
+    """The tables of a ``replayssm_materialize`` call and the copies that it asks for, read back and checked."""
     tables = PointerTables(
         Layout(state_dtype, input_dtype, matrixA_dtype, dim, dstate, num_heads, heads_per_group, ring_buffer_len),
         {"state": state_ptrs, "x_cache": x_cache_ptrs, "B_cache": B_cache_ptrs, "dt_cache": dt_cache_ptrs,
@@ -61,13 +77,4 @@ def materialize_with(
         ring_buffer_len,
     )  # fmt: skip
     tables.check(copies, dependency_inputs, dependency_outputs)
-    seed = int(rand_seed.item()) if rand_seed is not None and philox_rounds > 0 else None
-    for copy in copies:
-        source, target = tables.slot(copy.layer, copy.src), tables.slot(copy.layer, copy.dst)
-        if copy.num_rows == 0:
-            target.state.copy_(source.state)
-            if target.scale is not None and source.scale is not None:
-                target.scale.copy_(source.scale)
-            continue
-        noise = None if seed is None else Noise(layer_seed(seed, copy.layer), philox_rounds)
-        store(target, copy.dst, folded(source, tables.A(copy.layer), copy.start, copy.num_rows), noise)
+    return tables, copies

@@ -163,7 +163,7 @@ class PointerTables:
     def _check(self, name: str, layer: int, slot: int, allowed: list[tuple[int, int]] | None, where: str) -> None:
         shape, dtype = self._fields[name]
         if not self._pointers[name][layer]:
-            raise ValueError(f"{name}_ptrs: expected a host address for layer {layer}, got 0")
+            raise ValueError(f"{name}_ptrs: expected an address for layer {layer}, got 0")
         _check_range(name, layer, self._address(name, layer, slot), prod(shape), dtype, allowed, where)
 
 
@@ -182,7 +182,7 @@ def _check_range(
     where: str,
 ) -> None:
     if address <= 0:
-        raise ValueError(f"{name}_ptrs: expected a host address for layer {layer}, got {address}")
+        raise ValueError(f"{name}_ptrs: expected an address for layer {layer}, got {address}")
     if address % dtype.itemsize:
         raise ValueError(f"{name}_ptrs: expected an address where {dtype} may lie for layer {layer}, got {address:#x}")
     num_bytes = count * dtype.itemsize
