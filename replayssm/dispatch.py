@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,7 @@ from replayssm.checks import checked_mode
 
 # Device type -> module inside the family's folder. A device that is not listed is refused: nothing falls back silently.
 IMPLEMENTATIONS = {"cpu": "cpu", "cuda": "kernels"}
+_NOTHING = nullcontext()
 
 
 @cache
@@ -65,9 +67,18 @@ def by_device(family: str, name: str, check: Callable[..., None] | None = None) 
     """
 
     def run(*args: Any) -> None:
-        function = getattr(implementation(family, args[0].device), name)
+        device = args[0].device
+        function = getattr(implementation(family, device), name)
         if check is not None and checked_mode():
             check(*args)
-        function(*args)
+        with on_device(device):
+            function(*args)
 
     return run
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a CUDA device the current one, to which kernels go, where it is not; do nothing elsewhere."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(device)

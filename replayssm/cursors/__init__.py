@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from replayssm.checks import check_device, check_dtype, check_range, check_shape, check_values, checked_mode
+from replayssm.dispatch import on_device
 
 _MOST_ROWS = (1 << 31) - 1  # cursors are int32
 
@@ -126,10 +127,12 @@ def commit(
     if not isinstance(seq_len, Tensor) and seq_len == 0:
         return
     every = tuple(getattr(cursors, field.name) for field in fields(cursors))
-    run = _commit
+    arguments = every, slots, seq_len, num_accepted, window, ring_len, conv_len
     if slots.is_cuda and all(each.is_contiguous() for each in every) and not torch.compiler.is_compiling():
-        run = importlib.import_module("replayssm.cursors.kernels").commit  # loads Triton
-    run(every, slots, seq_len, num_accepted, window, ring_len, conv_len)
+        with on_device(slots.device):
+            importlib.import_module("replayssm.cursors.kernels").commit(*arguments)  # loads Triton
+    else:
+        _commit(*arguments)
 
 
 def _commit(
