@@ -71,8 +71,6 @@ def step_tile(
     parts = -(-headdim // rows)
     if input_bytes == 4 and heads * parts <= 66 and rows > 32:  # half of an H200's multiprocessors would idle
         return Tile(32, 1, 32, 1, 1, 4, None)
-    if input_bytes == 4 and heads >= 2048 and heads_per_group % 4 == 0 and seq_len == 1 and window <= 16 and parts == 1:
-        return Tile(rows, 4, min(rows, 32), 2, 2, 4, None)
     light = input_bytes == 2 and window <= 16 and dstate <= 128
     wanted = 1 if heads < 1024 or not light else 2 if heads <= 4096 else 8 if state_bytes == 1 and heads > 16384 else 4
     together = next(count for count in (8, 4, 2, 1) if count <= wanted and heads_per_group % count == 0)

@@ -49,13 +49,27 @@ def tile(rows: int, columns: int, depth: int, bf16: bool, wide: bool) -> Tile:
         wide: whether a multiprocessor has ``WIDE`` bytes of shared memory for a program.
     """
     parts = num_parts(depth)
-    shapes = [_wide(rows, columns, bf16) if wide else (max(16, min(64, 1 << (rows - 1).bit_length())), 64, 4)]
-    if parts == 1:  # small models
-        shapes += [(32, 32, 4), (16, 16, 4)]
-    counts = [-(-rows // height) * -(-columns // width) for height, width, _ in shapes]
-    best = next((number for number, count in enumerate(counts) if count >= _ENOUGH), -1)
-    height, width, warps = shapes[best]
-    return Tile(height, width, parts > 1 and counts[best] < _ENOUGH, 3, warps)
+    height = max(16, min(64, 1 << (rows - 1).bit_length()))
+    if parts == 1:
+        height, width = _small(rows, columns, height)
+        return Tile(height, width, False, 3, 4)
+    height, width, warps = _wide(rows, columns, bf16) if wide else (height, 64, 4)
+    programs = -(-rows // height) * -(-columns // width)
+    return Tile(height, width, programs < _ENOUGH, 3, warps)
+
+
+def _small(rows: int, columns: int, most: int) -> tuple[int, int]:
+    """Rows and columns of a program where the inputs are one part, as in small models: the largest of which are enough.
+
+    Args:
+        rows: rows of x.
+        columns: outputs.
+        most: rows of a program at most.
+    """
+    for height, programs in ((most, 200), (min(32, most), 90)):
+        if -(-rows // height) * -(-columns // 64) >= programs:
+            return height, 64
+    return 32, 16
 
 
 def _wide(rows: int, columns: int, bf16: bool) -> tuple[int, int, int]:
