@@ -11,7 +11,7 @@ import torch
 
 
 def verify_backend(backend: str, device: torch.device, frozen: bool, dtype: torch.dtype, seq_len: int) -> str:
-    """The backend of ``gated_delta_rule_mtp``; "auto" is the one that was measured faster, at most batches.
+    """The backend of ``gated_delta_rule_mtp``; "auto" is the one that was faster on an H200, at most batches.
 
     Args:
         backend: as the caller names it.
@@ -22,26 +22,27 @@ def verify_backend(backend: str, device: torch.device, frozen: bool, dtype: torc
     """
     if backend != "auto":
         return backend
-    return "tensor_core" if _measured(device, dtype) and frozen and seq_len > 1 else "simt"
+    few = 1 if dtype == torch.bfloat16 else 3
+    return "tensor_core" if _measured(device) and frozen and seq_len > few else "simt"
 
 
-def records_backend(backend: str, device: torch.device, ring: bool, dtype: torch.dtype, rows: int) -> str:
-    """The backend of commit and materialize, likewise.
+def records_backend(backend: str, state: torch.Tensor, keys: torch.Tensor, ring: bool) -> str:
+    """The backend of commit and materialize, likewise. How many tokens are accepted is not known to it.
 
     Args:
         backend: as the caller names it.
-        device: of the tensors.
+        state: checkpoint_state.
+        keys: rawk_cache.
         ring: whether the records lie in a ring.
-        dtype: of the recorded keys.
-        rows: rows of the windows, as the number of accepted tokens is not known here.
     """
     if backend != "auto":
         return backend
-    return "tensor_core" if _measured(device, dtype) and not ring and rows > 4 else "simt"
+    fits = state.dtype == torch.float32 and keys.dtype == torch.bfloat16 and keys.shape[4] <= 128
+    return "tensor_core" if _measured(state.device) and fits and not ring and keys.shape[3] > 3 else "simt"
 
 
-def _measured(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cuda" and torch.version.hip is None and dtype == torch.bfloat16
+def _measured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None
 
 
 class Tile(NamedTuple):
@@ -147,6 +148,7 @@ class FoldTile(NamedTuple):
         block: columns of an operand.
         rows: rows of a program.
         warps: warps of a program, 16 rows each.
+        ahead: the state of the program so many places later is fetched into L2, with 128 registers a thread; 0: none.
     """
 
     tokens: int
@@ -154,15 +156,18 @@ class FoldTile(NamedTuple):
     block: int
     rows: int
     warps: int
+    ahead: int
 
 
-def fold_tile(V: int, K: int, seq_len: int) -> FoldTile:
+def fold_tile(V: int, K: int, state_bytes: int, seq_len: int) -> FoldTile:
     """Tile of commit and materialize with ``tensor_core``.
 
     Args:
         V: rows of a head's state.
         K: columns.
+        state_bytes: bytes of one element of the state.
         seq_len: T.
     """
     columns, rows = max(32, next_power_of_2(K)), max(16, min(64, next_power_of_2(V)))
-    return FoldTile(8 if seq_len <= 8 else 16, columns, min(columns, 64), rows, rows // 16)
+    ahead = 132 if columns == 128 and rows == 64 and state_bytes == 4 and seq_len <= 8 else 0
+    return FoldTile(8 if seq_len <= 8 else 16, columns, min(columns, 64), rows, rows // 16, ahead)

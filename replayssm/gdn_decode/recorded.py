@@ -68,8 +68,9 @@ def gated_delta_rule_replayssm_commit(
         null_block_id: the largest slot that is not one, >= -1.
         backend: ``"simt"``: fp32, one token after the other: with fp32 checkpoints the bits of decoding token by token.
             ``"tensor_core"``: all tokens in one pass, with the accuracy of fp32 (``docs/maths.md`` §7); on a GPU for
-            windows in bf16, others run simt. ``"auto"``: on an NVIDIA GPU tensor_core for windows of more than four
-            rows in bf16, else simt. ``"tcgen05"``: for GPUs of SM10x only, where it is simt.
+            windows in bf16, others run simt. ``"auto"``: on an NVIDIA GPU tensor_core for windows of four and more
+            rows in bf16, fp32 checkpoints and K up to 128, else simt. ``"tcgen05"``: for GPUs of SM10x only, where it
+            is simt.
 
     Raises:
         TypeError: an argument is no tensor, the dtype of the checkpoint or of a window is wrong, or the type of an
@@ -98,7 +99,7 @@ def gated_delta_rule_replayssm_commit(
     _commit(
         checkpoint_state, rawv_cache, rawk_cache, g_cache, beta_cache, state_indices, accept_lens, track_state_indices,
         track_steps, use_qk_l2norm, null_block_id,
-        records_backend(backend, rawk_cache.device, False, rawk_cache.dtype, rawk_cache.shape[3]),
+        records_backend(backend, checkpoint_state, rawk_cache, False),
     )  # fmt: skip
 
 
@@ -163,5 +164,5 @@ def gated_delta_rule_replayssm_materialize(
     _materialize(
         checkpoint_state, rawv_cache, rawk_cache, g_cache, beta_cache, src_slots, dst_slots, prefix_lens, ring_start,
         use_qk_l2norm, null_block_id,
-        records_backend(backend, rawk_cache.device, ring_start is not None, rawk_cache.dtype, rawk_cache.shape[3]),
+        records_backend(backend, checkpoint_state, rawk_cache, ring_start is not None),
     )  # fmt: skip

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm.gdn_decode.configs import fold_tile
-from replayssm.gdn_decode.kernels.common import overlaps, stride
+from replayssm.gdn_decode.kernels.common import fetch, overlaps, stride
 from replayssm.gdn_decode.kernels.tensor_core import PARTS
 from replayssm.gdn_decode.kernels.tensor_core_solve import solve_recorded
 from replayssm.gdn_decode.kernels.tensor_core_tiles import (
@@ -78,6 +78,21 @@ def _advance(
         store_tile(state, S, b * KB, first_row, V, K, KB, BV, WARPS, E, MASKED)
 
 
+@triton.jit
+def _fetch_ahead(
+    state, sources, counts, s_state_l, s_state, s_sources, s_counts, batch, HV, null_block_id,
+    V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, ROW_BLOCKS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Ask for the rows of the program AHEAD places behind this one to be brought into the L2 cache."""
+    later = tl.minimum(tl.program_id(0) + AHEAD, tl.num_programs(0) - 1)
+    request = (later // ROW_BLOCKS // HV % batch).to(tl.int64)
+    slot = tl.load(sources + request * s_sources).to(tl.int64)
+    if (slot > null_block_id) & (tl.load(counts + request * s_counts) > 0):
+        layer = (later // ROW_BLOCKS // HV // batch).to(tl.int64)
+        head = state + layer * s_state_l + slot * s_state + later // ROW_BLOCKS % HV * (V * K)
+        fetch(head, later % ROW_BLOCKS * BV, V, K, BV)
+
+
 # Numbers that change from call to call, or whose divisors do not matter: one kernel serves them all.
 _PLAIN = [
     "s_sources", "s_targets", "s_counts", "s_track_slots", "s_track_steps", "batch", "HV", "heads_per_key",
@@ -92,7 +107,7 @@ def _fold(
     s_track_steps, batch, HV, heads_per_key, null_block_id,
     T: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, BLOCKS: tl.constexpr, BV: tl.constexpr,
     WARPS: tl.constexpr, TP: tl.constexpr, E: tl.constexpr, STATE_PARTS: tl.constexpr, OPERAND: tl.constexpr,
-    ASM: tl.constexpr, OVERLAP: tl.constexpr,
+    ASM: tl.constexpr, OVERLAP: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """BV rows of one head's state after the first tokens of its window, in BLOCKS tiles of KB columns."""
     if OVERLAP:
@@ -112,6 +127,7 @@ def _fold(
         target = tl.load(targets + request * s_targets).to(tl.int64)
         live = (source > null_block_id) & (target > null_block_id)
     if live:
+        pool = state
         state += layer * s_state_l + head * (V * K)
         rawv += layer * s_rawv_l + source * s_rawv + head * (T * V)
         rawk += layer * s_rawk_l + source * s_rawk + head // heads_per_key * (T * K)
@@ -122,6 +138,11 @@ def _fold(
             if OVERLAP:
                 gdc_wait()
         else:
+            if AHEAD > 0:
+                _fetch_ahead(
+                    pool, sources, counts, s_state_l, s_state, s_sources, s_counts, batch, HV, null_block_id, V, K, BV,
+                    ROW_BLOCKS, AHEAD,
+                )  # fmt: skip
             n = first_row + tl.arange(0, BV)
             t = tl.arange(0, TP)
             v_in = (t < count)[:, None] & (n < V)[None, :]
@@ -186,7 +207,7 @@ def fold(
     interpreted = triton.knobs.runtime.interpret
     overlap, operand = overlaps(rawk.device), tl.float32 if interpreted else tl.bfloat16
     early = {"launch_pdl": True} if overlap else {}
-    tile = fold_tile(V, K, T)
+    tile = fold_tile(V, K, checkpoint_state.element_size(), T)
     solved = torch.empty(heads * (4 + 3 * tile.tokens) * tile.tokens, dtype=torch.float32, device=rawk.device)
     together = 2 - HV // H % 2
     solve_recorded[(heads // together,)](
@@ -201,6 +222,6 @@ def fold(
         counts.stride(0), stride(track_slots, 0), stride(track_steps, 0), batch, HV, HV // H, null,
         T=T, V=V, K=K, KB=tile.block, BLOCKS=tile.columns // tile.block, BV=tile.rows, WARPS=tile.warps,
         TP=tile.tokens, E=16 // checkpoint_state.element_size(), STATE_PARTS=PARTS[checkpoint_state.dtype],
-        OPERAND=operand, ASM=overlap, OVERLAP=overlap, num_warps=tile.warps, num_stages=1, enable_fp_fusion=False,
-        **early,
+        OPERAND=operand, ASM=overlap, OVERLAP=overlap, AHEAD=tile.ahead if overlap else 0, num_warps=tile.warps,
+        num_stages=1, enable_fp_fusion=False, **early, **({"maxnreg": 128} if overlap and tile.ahead else {}),
     )  # fmt: skip
