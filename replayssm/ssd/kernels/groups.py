@@ -20,7 +20,7 @@ def _heads(
     x, B, C, D, z, old_x, old_B, numbers, entering, out, s_x, s_B, s_x_row, s_B_row, s_C, s_z, s_out, s_D_head,
     s_D_element, first, buffered, start, ring_len, origin, limit, p, chunk_size, count,
     P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr, CAREFUL: tl.constexpr, PER_ELEMENT: tl.constexpr, OPERAND: tl.constexpr,
+    STAGES: tl.constexpr, CAREFUL: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """``count`` heads from where the pointers stand, the chunk's first (``BLOCK`` 0) or second ``BT`` rows.
 
@@ -53,18 +53,6 @@ def _heads(
         before = _products(C_rows, B_at[None, :] + n[:, None], n_column, zero, m, j)
         j_at = row_pointers(x, s_x, old_x, s_x_row, origin, j, first, buffered, start, ring_len)[:, None] + p[None, :]
     for i in tl.range(0, count, num_stages=STAGES):
-        gate = tl.zeros((BT, BP), OPERAND)
-        skip = tl.zeros((1, BP), tl.float32) if PER_ELEMENT else 0.0
-        # In a branch: what no product takes would be read ahead into memory that is laid out badly for it.
-        if i < count:
-            if z is not None:
-                gate = tl.load(z + i * P + new_row * s_z + p[None, :], mask=p_row, other=zero)
-            if D is not None:
-                if PER_ELEMENT:
-                    skip_at = D + i * s_D_head + (p * s_D_element)[None, :]
-                    skip = tl.load(skip_at, mask=p_row, other=zero).to(tl.float32)
-                else:
-                    skip = tl.load(D + i * s_D_head).to(tl.float32)
         state_at = entering + i * (P * N) + n[:, None] * P + p[None, :]
         state = tl.load(state_at, mask=inside, other=zero)
         newest, _, dt_row, decay = row_numbers(numbers, i * chunk_size + own, None, BT)
@@ -84,6 +72,13 @@ def _heads(
                 y = tl.where((j == r)[:, None], tl.dot(w, seen, earlier, input_precision="ieee"), y)
         else:
             y = tl.dot(w.to(OPERAND), x_rows, y, input_precision="ieee")
+        skip = 0.0
+        gate = y
+        if D is not None:
+            skip_at = D + i * s_D_head + (p * s_D_element)[None, :]
+            skip = tl.load(skip_at, mask=p_row, other=zero).to(tl.float32)
+        if z is not None:
+            gate = tl.load(z + i * P + new_row * s_z + p[None, :], mask=p_row, other=zero)
         y = finished(y, x_rows, skip, gate, D is not None, z is not None)
         # Compared anew for every head, or the loop would hold the predicates after all.
         wanted = (m + i < limit + i) & (origin + m + i >= buffered + i)
@@ -97,7 +92,7 @@ def group_outputs(
     s_x, s_B, s_C, s_z, s_out, s_x_slot, s_x_row, s_B_slot, s_B_row, s_D_head, s_D_element,
     num_tokens, sequences, nheads, heads_per_group, chunk_size, spare, ring_len, heads,
     P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, BLOCKS: tl.constexpr,
-    HEADS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, PER_ELEMENT: tl.constexpr, OPERAND: tl.constexpr,
+    HEADS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Program (chunk, ``heads`` of a group and HEADS at most, block of rows and columns)."""
     chunk = tl.program_id(0)
@@ -144,11 +139,11 @@ def group_outputs(
                 _heads(
                     x, B, C, D, z, old_x, old_B, numbers, entering, out, s_x, s_B, s_x_row, s_B_row, s_C, s_z, s_out,
                     s_D_head, s_D_element, first, buffered, start, ring_len, origin, limit, p, chunk_size, count,
-                    P, N, NP, BT, BP, BLOCK, 1, True, PER_ELEMENT, OPERAND,
+                    P, N, NP, BT, BP, BLOCK, 1, True, OPERAND,
                 )  # fmt: skip
             else:
                 _heads(
                     x, B, C, D, z, old_x, old_B, numbers, entering, out, s_x, s_B, s_x_row, s_B_row, s_C, s_z, s_out,
                     s_D_head, s_D_element, first, buffered, start, ring_len, origin, limit, p, chunk_size, count,
-                    P, N, NP, BT, BP, BLOCK, STAGES, False, PER_ELEMENT, OPERAND,
+                    P, N, NP, BT, BP, BLOCK, STAGES, False, OPERAND,
                 )  # fmt: skip

@@ -150,6 +150,5 @@ def chunk_scan(
         chunk_outputs[(chunks, H, blocks * flags.shape[2])](*arguments, BN=rows.states, **shared)
     else:
         group_outputs[(chunks, G * triton.cdiv(H // G, rows.heads), blocks * flags.shape[2])](
-            *arguments, rows.heads, NP=rows.states, BLOCKS=blocks, HEADS=MOST_HEADS, STAGES=rows.stages,
-            PER_ELEMENT=D is not None and D.dim() == 2, **shared,
+            *arguments, rows.heads, NP=rows.states, BLOCKS=blocks, HEADS=MOST_HEADS, STAGES=rows.stages, **shared,
         )  # fmt: skip
