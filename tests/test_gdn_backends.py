@@ -1,9 +1,9 @@
-"""What ``backend="auto"`` stands for: a function of shapes, dtypes and the kind of device."""
+"""What ``backend="auto"`` stands for on a GPU: a function of shapes and dtypes."""
 
 import pytest
 import torch
 
-from replayssm.gdn_decode.configs import records_backend, verify_backend
+from replayssm.gdn_decode import configs
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 f32, bf16 = torch.float32, torch.bfloat16
@@ -16,22 +16,22 @@ class Like:
         self.shape, self.dtype, self.device = shape, dtype, device
 
 
-def records(backend="auto", *, rows=8, K=128, ring=False, device=GPU, state=f32, keys=bf16):
+def windows(backend="auto", *, rows=8, K=128, device=GPU, state=f32, keys=bf16):
     checkpoint = Like(2, 9, 4, 64, K, dtype=state, device=device)
-    return records_backend(backend, checkpoint, Like(2, 9, 2, rows, K, dtype=keys, device=device), ring)
+    return configs.windows_backend(backend, checkpoint, Like(2, 9, 2, rows, K, dtype=keys, device=device))
 
 
 @pytest.mark.parametrize("backend", ["simt", "tensor_core"])
 def test_a_backend_that_is_named_is_taken(backend):
-    assert verify_backend(backend, GPU, False, f32, 1) == backend
-    assert records(backend, ring=True, device=CPU) == backend
+    assert configs.verify_backend(backend, GPU, f32, 1) == windows(backend, rows=1, device=CPU) == backend
 
 
-@pytest.mark.skipif(torch.version.hip is not None, reason="measured on NVIDIA GPUs")
-def test_auto():
-    assert verify_backend("auto", GPU, True, bf16, 2) == verify_backend("auto", GPU, True, f32, 4) == "tensor_core"
-    assert records() == records(rows=4, K=64) == "tensor_core"
-    verifies = [(CPU, True, bf16, 8), (GPU, False, bf16, 8), (GPU, True, bf16, 1), (GPU, True, f32, 3)]
-    assert {verify_backend("auto", *arguments) for arguments in verifies} == {"simt"}
-    others = ({"rows": 3}, {"K": 256}, {"ring": True}, {"device": CPU}, {"state": bf16}, {"keys": f32})
-    assert {records(**change) for change in others} == {"simt"}
+def test_auto(monkeypatch):
+    monkeypatch.setattr(configs, "_measured", lambda device: device.type == "cuda")
+    verify = configs.verify_backend
+    assert verify("auto", GPU, bf16, 2) == verify("auto", GPU, f32, 4) == "tensor_core"
+    assert windows() == windows(rows=4, K=64) == "tensor_core"
+    verifies = [(CPU, bf16, 8), (GPU, bf16, 1), (GPU, f32, 3)]
+    assert {verify("auto", *arguments) for arguments in verifies} == {"simt"}
+    others = ({"rows": 3}, {"K": 256}, {"device": CPU}, {"state": bf16}, {"keys": f32})
+    assert {windows(**change) for change in others} == {"simt"}

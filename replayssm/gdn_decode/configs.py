@@ -5,44 +5,45 @@ No result depends on a tile.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
 
 
-def verify_backend(backend: str, device: torch.device, frozen: bool, dtype: torch.dtype, seq_len: int) -> str:
-    """The backend of ``gated_delta_rule_mtp``; "auto" is the one that was faster on an H200, at most batches.
+def verify_backend(backend: str, device: torch.device, dtype: torch.dtype, seq_len: int) -> str:
+    """The backend of a frozen verify on a GPU; "auto" is the one that was faster on an H200, at most batches.
 
     Args:
         backend: as the caller names it.
         device: of the tensors.
-        frozen: whether no state is stored, in its slot or elsewhere.
         dtype: of q.
         seq_len: T.
     """
     if backend != "auto":
         return backend
     few = 1 if dtype == torch.bfloat16 else 3
-    return "tensor_core" if _measured(device) and frozen and seq_len > few else "simt"
+    return "tensor_core" if _measured(device) and seq_len > few else "simt"
 
 
-def records_backend(backend: str, state: torch.Tensor, keys: torch.Tensor, ring: bool) -> str:
-    """The backend of commit and materialize, likewise. How many tokens are accepted is not known to it.
+def windows_backend(backend: str, state: torch.Tensor, keys: torch.Tensor) -> str:
+    """The backend of commit and materialize on windows, likewise. How many tokens are accepted is not known to it.
 
     Args:
         backend: as the caller names it.
         state: checkpoint_state.
         keys: rawk_cache.
-        ring: whether the records lie in a ring.
     """
     if backend != "auto":
         return backend
     fits = state.dtype == torch.float32 and keys.dtype == torch.bfloat16 and keys.shape[4] <= 128
-    return "tensor_core" if _measured(state.device) and fits and not ring and keys.shape[3] > 3 else "simt"
+    return "tensor_core" if _measured(state.device) and fits and keys.shape[3] > 3 else "simt"
 
 
+@cache
 def _measured(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(device)[0] == 9
 
 
 class Tile(NamedTuple):

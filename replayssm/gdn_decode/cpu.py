@@ -10,8 +10,10 @@ from replayssm.delta_rule import token_order, window
 from replayssm.delta_rule.gates import Tokens, log_decay, prepared, prepared_queries, strength
 from replayssm.gdn_decode.requests import plan_commits, plan_copies, plan_steps, plan_verify
 
-# What "auto" means is decided by the public functions; here every backend has a name.
-_RUN: dict[str, Callable[..., dict[int, Tensor]]] = {"simt": token_order.run, "tensor_core": window.run}
+# "auto" comes here where its meaning depends on the device.
+_RUN: dict[str, Callable[..., dict[int, Tensor]]] = {
+    "auto": token_order.run, "simt": token_order.run, "tensor_core": window.run,
+}  # fmt: skip
 
 
 def gated_delta_rule_mtp(

@@ -8,7 +8,6 @@ from replayssm.custom_op import define
 from replayssm.dispatch import by_device
 from replayssm.gdn_decode import checked
 from replayssm.gdn_decode.arguments import check_recorded
-from replayssm.gdn_decode.configs import records_backend
 
 _WINDOWS = "Tensor(a!) checkpoint_state, Tensor rawv_cache, Tensor rawk_cache, Tensor g_cache, Tensor beta_cache, "
 _commit = define(
@@ -68,7 +67,7 @@ def gated_delta_rule_replayssm_commit(
         null_block_id: the largest slot that is not one, >= -1.
         backend: ``"simt"``: fp32, one token after the other: with fp32 checkpoints the bits of decoding token by token.
             ``"tensor_core"``: all tokens in one pass, with the accuracy of fp32 (``docs/maths.md`` §7); on a GPU for
-            windows in bf16, others run simt. ``"auto"``: on an NVIDIA GPU tensor_core for windows of four and more
+            windows in bf16, others run simt. ``"auto"``: on a GPU of SM90 tensor_core for windows of four and more
             rows in bf16, fp32 checkpoints and K up to 128, else simt. ``"tcgen05"``: for GPUs of SM10x only, where it
             is simt.
 
@@ -99,7 +98,7 @@ def gated_delta_rule_replayssm_commit(
     _commit(
         checkpoint_state, rawv_cache, rawk_cache, g_cache, beta_cache, state_indices, accept_lens, track_state_indices,
         track_steps, use_qk_l2norm, null_block_id,
-        records_backend(backend, checkpoint_state, rawk_cache, False),
+        backend,
     )  # fmt: skip
 
 
@@ -164,5 +163,5 @@ def gated_delta_rule_replayssm_materialize(
     _materialize(
         checkpoint_state, rawv_cache, rawk_cache, g_cache, beta_cache, src_slots, dst_slots, prefix_lens, ring_start,
         use_qk_l2norm, null_block_id,
-        records_backend(backend, checkpoint_state, rawk_cache, ring_start is not None),
+        backend,
     )  # fmt: skip

@@ -11,7 +11,6 @@ from replayssm.custom_op import define
 from replayssm.dispatch import by_device
 from replayssm.gdn_decode import checked
 from replayssm.gdn_decode.arguments import check_verify
-from replayssm.gdn_decode.configs import verify_backend
 
 _op = define(
     "gated_delta_rule_mtp(Tensor(a!) initial_state, Tensor(b!) output, Tensor(c!)? intermediate_states_buffer, "
@@ -99,7 +98,7 @@ def gated_delta_rule_mtp(
             that are read; token t goes to position t; windows of other slots stay as they are.
         backend: ``"simt"``: fp32, one token after the other; with fp32 states the same bits for every split of the
             tokens into calls. ``"tensor_core"``: one pass over the state for all tokens (``docs/maths.md`` §7); on a
-            GPU for frozen states without snapshots, others run simt. ``"auto"``: on an NVIDIA GPU tensor_core for
+            GPU for frozen states without snapshots, others run simt. ``"auto"``: on a GPU of SM90 tensor_core for
             frozen states without snapshots and two or more tokens in bf16, four or more in another type; else simt.
 
     Returns:
@@ -145,6 +144,6 @@ def gated_delta_rule_mtp(
         initial_state, output, intermediate_states_buffer, replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta,
         q, k, v, initial_state_indices, output_state_indices, ssm_state_indices, A_log, a, dt_bias, b,
         float(q.shape[3] ** -0.5 if scale is None else scale), update, use_qk_l2norm,
-        verify_backend(backend, q.device, not update and intermediate_states_buffer is None, q.dtype, q.shape[1]),
+        backend,
     )  # fmt: skip
     return output, initial_state

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from replayssm.gdn_decode.configs import verify_backend, windows_backend
 from replayssm.gdn_decode.kernels import lazy, recorded, simt, tensor_core, tensor_core_commit
 
 __all__ = [
@@ -42,7 +43,8 @@ def gated_delta_rule_mtp(
     backend: str,
 ) -> None:
     """See ``replayssm.gdn_decode.gated_delta_rule_mtp``; ``update`` is the opposite of ``disable_state_update``."""
-    if backend == "tensor_core" and snapshots is None and not update:
+    frozen = snapshots is None and not update
+    if frozen and verify_backend(backend, q.device, q.dtype, q.shape[1]) == "tensor_core":
         tensor_core.verify(
             initial_state, output, rawv, rawk, g_window, beta_window, q, k, v, initial_state_indices, A_log, a, dt_bias,
             b, scale, use_qk_l2norm, backend,
@@ -100,6 +102,7 @@ def gated_delta_rule_replayssm_commit(
     backend: str,
 ) -> None:
     """See ``replayssm.gdn_decode.gated_delta_rule_replayssm_commit``."""
+    backend = windows_backend(backend, checkpoint_state, rawk_cache)
     fold = backend == "tensor_core" and tensor_core_commit.can_fold(rawk_cache, None)
     apply = tensor_core_commit.fold if fold else recorded.apply
     apply(
@@ -123,6 +126,7 @@ def gated_delta_rule_replayssm_materialize(
     backend: str,
 ) -> None:
     """See ``replayssm.gdn_decode.gated_delta_rule_replayssm_materialize``."""
+    backend = windows_backend(backend, checkpoint_state, rawk_cache)
     fold = backend == "tensor_core" and tensor_core_commit.can_fold(rawk_cache, ring_start)
     apply = tensor_core_commit.fold if fold else recorded.apply
     apply(
