@@ -7,7 +7,7 @@ import torch
 
 from replayssm.cursors import Cursors, commit
 from replayssm.mamba import checkpointing_ssu
-from replayssm.mamba.reference import advance, process_dt, read_out
+from replayssm.recurrence import advance, process_dt, read_out
 from replayssm.rounding import SCALED_DTYPES, decode, encode
 from replayssm.testing import Tolerance, assert_close, lifecycle, output_tolerance, poisoned
 
@@ -60,7 +60,7 @@ def expected_outputs(text, S, tokens, kept):
     outputs, after = [], S
     for t in range(tokens["x"].shape[1]):
         x, B, C = tokens["x"][0, t], tokens["B"][0, t], tokens["C"][0, t]
-        dt = process_dt(tokens["dt"][0, t, :, 0], text.bias, True, 0.0, torch.inf)
+        dt = process_dt(tokens["dt"][0, t, :, 0], text.bias, True, 0.0, torch.inf).float()
         S = advance(S, x, dt, text.A, B)
         outputs.append(read_out(S, x, C, text.D, None))
         after = S if t < kept else after

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from replayssm.batch_invariant_decode.requests import plan, plan_rows
 from replayssm.batch_invariant_decode.storage import commit, masked_update_rows, refresh, store_tails
-from replayssm.ssd.reference import advance, process_dt, read_out
+from replayssm.recurrence import advance, process_dt, read_out
 
 __all__ = ["commit", "decode_rows", "masked_update_rows", "refresh", "step", "store_tails"]
 

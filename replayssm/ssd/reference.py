@@ -8,31 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from replayssm.recurrence import advance, process_dt, read_out
 from replayssm.ssd.requests import plan
-
-
-def advance(S: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor) -> Tensor:
-    """``S_t = exp(A dt_t) S_{t-1} + dt_t x_t B_t^T`` for ``S [H, P, N]``, ``x [H, P]``, ``dt [H]``, ``B [G, N]``."""
-    B = B.double().repeat_interleave(S.shape[0] // B.shape[0], 0)
-    decay = torch.exp(A.double() * dt)[:, None, None]
-    return decay * S + (dt[:, None] * x.double())[:, :, None] * B[:, None, :]
-
-
-def read_out(S: Tensor, x: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
-    """``(S C + D x) z sigmoid(z)``, fp64 ``[H, P]``; D ``[H]`` or ``[H, P]``."""
-    C = C.double().repeat_interleave(S.shape[0] // C.shape[0], 0)
-    y = (S * C[:, None, :]).sum(-1)
-    if D is not None:
-        y = y + (D.double() if D.dim() == 2 else D.double()[:, None]) * x.double()
-    return y if z is None else y * z.double() * torch.sigmoid(z.double())
-
-
-def process_dt(dt: Tensor, bias: Tensor | None, softplus: bool, dt_min: float, dt_max: float) -> Tensor:
-    """``clamp(softplus(dt + bias))``, the identity above 20, fp64."""
-    dt = dt.double() if bias is None else dt.double() + bias.double()
-    if softplus:
-        dt = torch.where(dt > 20.0, dt, torch.log1p(torch.exp(dt.clamp(max=20.0))))
-    return dt.clamp(dt_min, dt_max)
 
 
 def chunk_scan(
