@@ -198,6 +198,19 @@ def test_long_windows_and_groups_of_queries(T, window, live, K, V):
         torch.testing.assert_close(got, wanted, atol=1e-38, rtol=2e-6, equal_nan=True)
 
 
+@pytest.mark.parametrize(("folders", "T"), [(0, 1), (1, 1), (2, 3)])
+def test_who_flushes_changes_nothing(monkeypatch, folders, T):
+    """One of the requests that flush is left to the programs that do nothing else, the other to its own."""
+    monkeypatch.setattr(lazy, "_FOLDERS", folders)
+    call = lazy_call((6, 2, 6), T, 6, H=1, HV=2, K=5, V=3, spare=1)
+    with using("kernels"):
+        actual = call.run(backend="tensor_core")
+    with using("reference"):
+        expected = call.run()
+    assert_close("state", normal(actual.state), normal(expected.state), state_tolerance(f32))
+    assert_close("output", actual.output, expected.output, output_tolerance(f32, f32))
+
+
 @pytest.mark.parametrize("backend", ["simt", "tensor_core"])
 def test_tiles_change_nothing(monkeypatch, backend):
     """Two blocks of rows in one program, the second cut off by V, against a program each."""

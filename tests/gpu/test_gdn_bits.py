@@ -104,6 +104,17 @@ def test_a_request_has_the_same_bits_in_every_batch():
         assert torch.equal(as_bytes(part.state[slots]), as_bytes(whole.state[slots]))
 
 
+def test_a_long_batch_of_the_ring_has_the_bits_of_a_short_one():
+    """Up to 256 requests, programs of their own flush those that come first; a longer batch has none."""
+    call = lazy_call((7, 3, 6, 0, 7) * 60, 1, 7, H=2, HV=6, K=64, V=32, dtype=bf16)
+    whole, names = call.run(), ("q", "k", "v", "a", "b", "output", "state_batch_indices")
+    for rows in ([4], list(range(250, 0, -1))):
+        part = call.run(**{name: getattr(call, name)[rows] for name in names})
+        slots = call.state_batch_indices[rows]
+        assert torch.equal(part.output, whole.output[rows])
+        assert torch.equal(as_bytes(part.state[slots]), as_bytes(whole.state[slots]))
+
+
 def test_graphs_read_indices_and_counts_anew():
     """Verify and commit in one graph, replayed with other inputs, slots and accepted counts."""
     call = mtp_call(4, 8, 2, 8, 128, 128, dtype=bf16).with_windows()

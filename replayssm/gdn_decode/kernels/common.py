@@ -101,15 +101,19 @@ def rows_from(first, ROWS: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def load_rows(head, row, end, C: tl.constexpr, K: tl.constexpr):
-    """Quarters of the rows of a head's state, as stored; zeros from row ``end`` on."""
+def load_rows(head, row, end, C: tl.constexpr, K: tl.constexpr, POLICY: tl.constexpr = ""):
+    """Quarters of the rows of a head's state, as stored; zeros from row ``end`` on.
+
+    The policy tells the L2 cache what follows: "evict_last" that the rows are written back, "evict_first" that nothing
+    follows.
+    """
     c = tl.arange(0, C)[None, None, :]
     at = head + row[:, :, None] * K + c
     here = (row < end)[:, :, None]
-    S0 = tl.load(at, mask=here & (c < K), other=0.0)
-    S1 = tl.load(at + C, mask=here & (c + C < K), other=0.0)
-    S2 = tl.load(at + 2 * C, mask=here & (c + 2 * C < K), other=0.0)
-    S3 = tl.load(at + 3 * C, mask=here & (c + 3 * C < K), other=0.0)
+    S0 = tl.load(at, mask=here & (c < K), other=0.0, eviction_policy=POLICY)
+    S1 = tl.load(at + C, mask=here & (c + C < K), other=0.0, eviction_policy=POLICY)
+    S2 = tl.load(at + 2 * C, mask=here & (c + 2 * C < K), other=0.0, eviction_policy=POLICY)
+    S3 = tl.load(at + 3 * C, mask=here & (c + 3 * C < K), other=0.0, eviction_policy=POLICY)
     return S0, S1, S2, S3
 
 
@@ -123,6 +127,16 @@ def fetch(head, first, V: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr):
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [head + element], dtype=tl.int32, is_pure=False, pack=1
         )
+
+
+@triton.jit
+def fetch_values(v, start, count, ring_len, first, V: tl.constexpr):
+    """Ask for values from row ``first`` on of the first 16 of ``count`` > 0 records to be brought into L2. PTX."""
+    record = tl.minimum(tl.arange(0, 16), count - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [v + ring_row(start, record, ring_len) * V + first],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit

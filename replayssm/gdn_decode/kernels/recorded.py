@@ -34,6 +34,7 @@ def _apply(
     V: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, C: tl.constexpr, TP: tl.constexpr,
     WHOLE: tl.constexpr, NORM: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
+    POLICY: tl.constexpr = "evict_last" if targets is None else ""
     PARTS: tl.constexpr = (V + ROWS * BLOCKS - 1) // (ROWS * BLOCKS)
     first = tl.program_id(0) % PARTS * (ROWS * BLOCKS)
     head = tl.program_id(0) // PARTS % HV
@@ -65,7 +66,7 @@ def _apply(
                 track_step = tl.load(track_steps + request * s_track_steps).to(tl.int32)
         row = rows_from(first, ROWS, C)
         if HOLD:
-            N0, N1, N2, N3 = load_rows(state + source * s_state, row, V, C, K)
+            N0, N1, N2, N3 = load_rows(state + source * s_state, row, V, C, K, POLICY)
         if WHOLE:
             decays, betas, norms = prepare(g, beta, rawk, start, 0, count, ring_len, TP, C, K, NORM)
         for block in range(0, BLOCKS):
@@ -75,9 +76,9 @@ def _apply(
                 R0, R1, R2, R3 = N0, N1, N2, N3
                 if BLOCKS > 1:
                     end = tl.where(tl.full((), block, tl.int32) + 1 < BLOCKS, V, 0)
-                    N0, N1, N2, N3 = load_rows(state + source * s_state, row + ROWS, end, C, K)
+                    N0, N1, N2, N3 = load_rows(state + source * s_state, row + ROWS, end, C, K, POLICY)
             else:
-                R0, R1, R2, R3 = load_rows(state + source * s_state, row, V, C, K)
+                R0, R1, R2, R3 = load_rows(state + source * s_state, row, V, C, K, POLICY)
                 fetch(state + source * s_state, first + (block + 1) * ROWS, V, K, ROWS)
             if count == 0:
                 store_rows(state + target * s_state, row, V, R0, R1, R2, R3, K)

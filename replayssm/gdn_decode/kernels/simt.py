@@ -41,6 +41,7 @@ def _step(
     T, HV, heads_per_key, ring_len, window, pad_slot_id,
     V: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, C: tl.constexpr, TP: tl.constexpr,
     WP: tl.constexpr, UPDATE: tl.constexpr, NORM: tl.constexpr, HOLD: tl.constexpr,
+    POLICY: tl.constexpr,
 ):  # fmt: skip
     LANES: tl.constexpr = 128 // C
     PARTS: tl.constexpr = (V + ROWS * BLOCKS - 1) // (ROWS * BLOCKS)
@@ -59,7 +60,7 @@ def _step(
         first = part * (ROWS * BLOCKS)
         row = rows_from(first, ROWS, C)
         if HOLD:
-            N0, N1, N2, N3 = load_rows(state + slot * s_state, row, V, C, K)
+            N0, N1, N2, N3 = load_rows(state + slot * s_state, row, V, C, K, POLICY)
         else:
             fetch(state + slot * s_state, first, V, K, ROWS)
         new = 0  # ring row of the first new token
@@ -113,9 +114,9 @@ def _step(
                 S0, S1, S2, S3 = rounded(N0, N1, N2, N3, tl.float32)
                 if BLOCKS > 1:
                     end = tl.where(tl.full((), block, tl.int32) + 1 < BLOCKS, V, 0)
-                    N0, N1, N2, N3 = load_rows(state + slot * s_state, row + ROWS, end, C, K)
+                    N0, N1, N2, N3 = load_rows(state + slot * s_state, row + ROWS, end, C, K, POLICY)
             else:
-                S0, S1, S2, S3 = load_rows(state + slot * s_state, row, V, C, K)
+                S0, S1, S2, S3 = load_rows(state + slot * s_state, row, V, C, K, POLICY)
                 fetch(state + slot * s_state, first + (block + 1) * ROWS, V, K, ROWS)
                 S0, S1, S2, S3 = rounded(S0, S1, S2, S3, tl.float32)
             if num_live is not None and live > 0:
@@ -234,6 +235,8 @@ def _launch(
         return
     ring_len = T if rings[0] is None else rings[0].shape[2]
     tile = verify_tile(V, K, batch * HV, T)
+    frozen = num_live is None and not update and snapshots is None
+    decodes = T == 1 and update and write_slots is None and scatter is None and snapshots is None
     _step[(batch * HV * triton.cdiv(V, tile.rows * tile.blocks),)](
         state, output, snapshots, *rings, ring_start, num_live, q, k, v, read_slots, write_slots, scatter,
         A_log, a, dt_bias, b, scale,
@@ -243,5 +246,7 @@ def _launch(
         stride(scatter, 0), stride(scatter, 1), A_log.stride(0), *a.stride(), dt_bias.stride(0), *b.stride(),
         T, HV, HV // H, ring_len, window, pad_slot_id,
         V=V, K=K, ROWS=tile.rows, BLOCKS=tile.blocks, C=tile.columns, TP=next_power_of_2(T), WP=16, UPDATE=update,
-        NORM=norm, HOLD=tile.hold or not can_fetch(), num_warps=1, enable_fp_fusion=False,
+        NORM=norm, HOLD=tile.hold or not can_fetch(),
+        POLICY="evict_first" if frozen else "evict_last" if decodes else "", num_warps=1, enable_fp_fusion=False,
+        **({"maxnreg": 128} if decodes and can_fetch() else {}),
     )  # fmt: skip
