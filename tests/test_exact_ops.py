@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from exact_cases import INPUTS, Decoder
+from op_cases import OPCHECK, handed_to
 from ssd_cases import int32, random_case
 
 from replayssm.batch_invariant_decode import (
@@ -15,17 +16,6 @@ from replayssm.batch_invariant_decode import (
     batch_invariant_decode_buffered_scan,
     ops,
 )
-
-TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-
-
-def seen_by(name, run):
-    """What a public function hands to its op."""
-    seen = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, name, lambda *args: seen.append(args))
-        run()
-    return seen[0]
 
 
 def finite_decoder(max_tokens):
@@ -41,8 +31,8 @@ def finite_decoder(max_tokens):
 @pytest.mark.parametrize("max_tokens", [1, 3])
 def test_opcheck_step(max_tokens):
     case, decoder = finite_decoder(max_tokens)
-    args = seen_by("step", lambda: decoder.step([2, -1], [case.tokens(15, 15 + max_tokens)] * 2))
-    torch.library.opcheck(torch.ops.replayssm.batch_invariant_decode_step.default, args, test_utils=TESTS)
+    args = handed_to(ops, "step", lambda: decoder.step([2, -1], [case.tokens(15, 15 + max_tokens)] * 2))
+    torch.library.opcheck(torch.ops.replayssm.batch_invariant_decode_step.default, args, test_utils=OPCHECK)
 
 
 @pytest.mark.parametrize("verb", ["seed", "extend"])
@@ -50,31 +40,33 @@ def test_opcheck_step(max_tokens):
 def test_opcheck_store(verb, max_tokens):
     case, decoder = finite_decoder(max_tokens)
     named = {name: getattr(case, name) for name in INPUTS}
-    args = seen_by("store_tails", lambda: getattr(decoder.buffers, verb)(
+    args = handed_to(ops, "store_tails", lambda: getattr(decoder.buffers, verb)(
         **named, cu_seqlens=int32(0, 12, 20), batch_indices=int32(2, 0)))  # fmt: skip
-    torch.library.opcheck(torch.ops.replayssm.batch_invariant_decode_store.default, args, test_utils=TESTS)
+    torch.library.opcheck(torch.ops.replayssm.batch_invariant_decode_store.default, args, test_utils=OPCHECK)
 
 
 def test_opcheck_commit():
     _, decoder = finite_decoder(3)
-    args = seen_by("commit", lambda: decoder.commit([2, -1], [3, 1]))
-    torch.library.opcheck(torch.ops.replayssm.batch_invariant_decode_commit.default, args, test_utils=TESTS)
+    args = handed_to(ops, "commit", lambda: decoder.commit([2, -1], [3, 1]))
+    torch.library.opcheck(torch.ops.replayssm.batch_invariant_decode_commit.default, args, test_utils=OPCHECK)
 
 
 def test_opcheck_refresh():
     shadow, state = torch.zeros(3, 2, 4, 8, dtype=torch.float16), torch.ones(3, 2, 4, 8)
     args = shadow, state, int32(1, -1)
-    torch.library.opcheck(torch.ops.replayssm.batch_invariant_decode_refresh.default, args, test_utils=TESTS)
+    torch.library.opcheck(torch.ops.replayssm.batch_invariant_decode_refresh.default, args, test_utils=OPCHECK)
 
 
 def test_opcheck_rows():
-    args = seen_by("masked_update_rows", lambda: _masked_update_rows(torch.zeros(3, 2), int32(1, -1), torch.ones(2, 2)))
-    torch.library.opcheck(torch.ops.replayssm.masked_update_rows.default, args, test_utils=TESTS)
+    args = handed_to(
+        ops, "masked_update_rows", lambda: _masked_update_rows(torch.zeros(3, 2), int32(1, -1), torch.ones(2, 2))
+    )
+    torch.library.opcheck(torch.ops.replayssm.masked_update_rows.default, args, test_utils=OPCHECK)
     case = random_case(32)
-    args = seen_by("decode_rows", lambda: _mamba_chunk_scan_decode_rows(
+    args = handed_to(ops, "decode_rows", lambda: _mamba_chunk_scan_decode_rows(
         case.x, case.z, case.dt, case.A, case.B, case.C, 16, int32(16, 0), int32(1, 0), int32(15, -1), int32(1, 0),
         torch.zeros(2, *case.state_shape), torch.zeros(2, 6, 5), case.D, case.dt_bias, True))  # fmt: skip
-    torch.library.opcheck(torch.ops.replayssm.batch_invariant_decode_rows.default, args, test_utils=TESTS)
+    torch.library.opcheck(torch.ops.replayssm.batch_invariant_decode_rows.default, args, test_utils=OPCHECK)
 
 
 def test_the_schemas_tell_what_is_written():

@@ -2,10 +2,12 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from gdn_cases import WINDOWS, int32, mtp_call, windows_of_layers
+from op_cases import refuse_call
 
 from replayssm.dispatch import implementation
 from replayssm.gdn_decode import gated_delta_rule_mtp
@@ -14,18 +16,8 @@ from replayssm.gdn_decode import gated_delta_rule_replayssm_materialize as mater
 from replayssm.testing import as_bytes
 
 T = 4
-
-
-def refuse(call, message, error=ValueError, **changes):
-    arguments = {**call.arguments(), **changes}
-    before = call.memory()
-    with pytest.raises(error, match=re.escape(message)):
-        gated_delta_rule_mtp(**arguments)
-    for name, after in call.memory().items():
-        assert torch.equal(after, before[name]), f"{name} was written before the error"
-
-
 TENSORS = ("q", "k", "v", "initial_state", "initial_state_indices", "A_log", "a", "dt_bias", "b", "output")
+refuse = partial(refuse_call, gated_delta_rule_mtp)
 
 
 @pytest.mark.parametrize("name", [*TENSORS, *WINDOWS])

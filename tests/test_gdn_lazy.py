@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from gdn_cases import RINGS, WRITTEN, drawn, int32, lazy_call, normal
+from op_cases import OPCHECK, handed_to
 from torch import Tensor
 
 from replayssm import cursors
@@ -277,13 +278,9 @@ def test_refused_numbers_and_values():
 def test_the_op_of_torch_library():
     call = lazy_call((2, 6), 3, 7)
     call = replace(call, **{name: getattr(call, name).nan_to_num(0.0) for name in WRITTEN})
-    seen = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lazy, "_op", lambda *args: seen.append(args))
-        gated_delta_rule_checkpointing(**call.arguments())
+    arguments = handed_to(lazy, "_op", lambda: gated_delta_rule_checkpointing(**call.arguments()))
     op = torch.ops.replayssm.gated_delta_rule_checkpointing.default
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(op, seen[0], test_utils=tests)
+    torch.library.opcheck(op, arguments, test_utils=OPCHECK)
     assert {a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write} == set(WRITTEN)
     expected, traced = call.run(), replace(call, **{name: getattr(call, name).clone() for name in WRITTEN})
     step = torch.compile(lambda a: gated_delta_rule_checkpointing(**a), backend="aot_eager", fullgraph=True)

@@ -3,12 +3,11 @@
 import pytest
 import torch
 from gdn_cases import int32, mtp_call, windows_of_layers
+from op_cases import OPCHECK, handed_to
 
 from replayssm.gdn_decode import gated_delta_rule_mtp, recorded, verify
 from replayssm.gdn_decode import gated_delta_rule_replayssm_commit as commit
 from replayssm.gdn_decode import gated_delta_rule_replayssm_materialize as materialize
-
-TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
 def finite_call(**options):
@@ -18,34 +17,25 @@ def finite_call(**options):
     return call
 
 
-def op_arguments(module, name, function, **arguments):
-    """What the public function hands to the op."""
-    seen = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, name, lambda *args: seen.append(args))
-        function(**arguments)
-    return seen[0]
-
-
 @pytest.mark.parametrize("windows", [True, False])
 @pytest.mark.parametrize("backend", ["simt", "tensor_core"])
 def test_opcheck_mtp(windows, backend):
     call = finite_call()
     call = call.with_windows() if windows else call
-    arguments = op_arguments(verify, "_op", gated_delta_rule_mtp, **{**call.arguments(), "backend": backend})
-    torch.library.opcheck(torch.ops.replayssm.gated_delta_rule_mtp.default, arguments, test_utils=TESTS)
+    arguments = handed_to(verify, "_op", lambda: gated_delta_rule_mtp(**{**call.arguments(), "backend": backend}))
+    torch.library.opcheck(torch.ops.replayssm.gated_delta_rule_mtp.default, arguments, test_utils=OPCHECK)
 
 
 def test_opcheck_commit_and_materialize():
     tensors = windows_of_layers(2, 6, 4)
     track = {"track_state_indices": int32([5, 0]), "track_steps": int32([1, 0])}
     lists = {"state_indices": int32([1, 3]), "accept_lens": int32([2, 4]), **track}
-    arguments = op_arguments(recorded, "_commit", commit, **tensors, **lists)
-    torch.library.opcheck(torch.ops.replayssm.gated_delta_rule_replayssm_commit.default, arguments, test_utils=TESTS)
+    arguments = handed_to(recorded, "_commit", lambda: commit(**tensors, **lists))
+    torch.library.opcheck(torch.ops.replayssm.gated_delta_rule_replayssm_commit.default, arguments, test_utils=OPCHECK)
     lists = {"src_slots": int32([1, 3]), "dst_slots": int32([2, 4]), "prefix_lens": int32([0, 3])}
-    arguments = op_arguments(recorded, "_materialize", materialize, **tensors, **lists)
+    arguments = handed_to(recorded, "_materialize", lambda: materialize(**tensors, **lists))
     op = torch.ops.replayssm.gated_delta_rule_replayssm_materialize.default
-    torch.library.opcheck(op, arguments, test_utils=TESTS)
+    torch.library.opcheck(op, arguments, test_utils=OPCHECK)
 
 
 def written(name):

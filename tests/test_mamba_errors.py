@@ -2,14 +2,17 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from op_cases import refuse_call
 
 from replayssm.mamba import checkpointing_ssu, replayssm_materialize
 from replayssm.testing import random_ssu_call
 
 H, P, N, G, T, W = 6, 5, 11, 2, 3, 7
+refuse = partial(refuse_call, checkpointing_ssu)
 
 
 def good(**options):
@@ -18,15 +21,6 @@ def good(**options):
 
 def int32(values):
     return torch.tensor(values, dtype=torch.int32)
-
-
-def refuse(call, message, error=ValueError, **changes):
-    arguments = {**call.arguments(), **changes}
-    before = call.memory()
-    with pytest.raises(error, match=re.escape(message)):
-        checkpointing_ssu(**arguments)
-    for name, after in call.memory().items():
-        assert torch.equal(after, before[name]), f"{name} was written before the error"
 
 
 def like(tensor, **changes):

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from op_cases import OPCHECK, handed_to
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,20 +25,14 @@ def finite_call(state_dtype=torch.float32, live=(2, 5)):
     return call
 
 
-def op_arguments(call):
-    """What the public function hands to the op."""
-    seen = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mamba, "_checkpointing_ssu", lambda *args: seen.append(args))
-        checkpointing_ssu(**call.arguments())
-    return seen[0]
+def arguments_of(call):
+    return handed_to(mamba, "_checkpointing_ssu", lambda: checkpointing_ssu(**call.arguments()))
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.int8])
 def test_opcheck_checkpointing_ssu(state_dtype):
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     op = torch.ops.replayssm.checkpointing_ssu.default
-    torch.library.opcheck(op, op_arguments(finite_call(state_dtype)), test_utils=tests)
+    torch.library.opcheck(op, arguments_of(finite_call(state_dtype)), test_utils=OPCHECK)
 
 
 def materialize_case():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from op_cases import OPCHECK, handed_to
 from ssd_cases import int32, random_case
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -29,19 +30,12 @@ def fresh(call):
     return {name: value.clone() if name in WRITTEN else value for name, value in call.items()}
 
 
-def op_arguments(call):
-    seen = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ssd, "_op", lambda *args: seen.append(args))
-        chunk_scan(**call)
-    return seen[0]
-
-
 @pytest.mark.parametrize("full", [True, False])
 def test_opcheck(full):
     call = full_call() if full else {**random_case(20).arguments(), "out": torch.zeros(20, 6, 5)}
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(torch.ops.replayssm.chunk_scan.default, op_arguments(call), test_utils=tests)
+    torch.library.opcheck(
+        torch.ops.replayssm.chunk_scan.default, handed_to(ssd, "_op", lambda: chunk_scan(**call)), test_utils=OPCHECK
+    )
 
 
 def test_the_schema_tells_what_is_written():
