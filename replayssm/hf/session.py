@@ -186,5 +186,6 @@ def _make(model: PreTrainedModel, shape: Shape, kept: list[Session]) -> Session:
     except torch.OutOfMemoryError:
         if not kept:
             raise
-    kept.clear()  # behind the block, because the error holds what the failed one had
+    with _LOCK:  # behind the other block, because the error holds what the failed one had
+        kept.clear()
     return Session(model, shape)

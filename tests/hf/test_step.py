@@ -138,6 +138,26 @@ def test_a_generation_that_failed_leaves_no_session():
     assert attachment_of(model).sessions == []
 
 
+def test_memory_of_kept_sessions_is_given_up_for_a_new_one(monkeypatch):
+    model, prompts = hf.attach(fresh_model()), make_prompts("biases", (6, 3))
+    generate(model, prompts)
+    (kept,) = attachment_of(model).sessions
+    own, failures = Session.__init__, [1]
+
+    def fails_once(self, *args):
+        if failures.pop() if failures else 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        own(self, *args)
+
+    monkeypatch.setattr(Session, "__init__", fails_once)
+    assert generate(model, prompts, draft=None)[0] == [greedy_text("biases", prompt, COUNT) for prompt in prompts]
+    assert len(attachment_of(model).sessions) == 1 and kept not in attachment_of(model).sessions
+    hf.detach(model)
+    failures.append(1)
+    with pytest.raises(torch.OutOfMemoryError):  # nothing to give up
+        generate(model, prompts)
+
+
 def by_data(model):
     for parameter in model.parameters():
         parameter.data.mul_(1.25)
