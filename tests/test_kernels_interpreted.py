@@ -17,6 +17,7 @@ from replayssm.conv import causal_conv1d_replay  # noqa: E402
 from replayssm.mamba import checkpointing_ssu, replayssm_materialize  # noqa: E402
 from replayssm.mamba.kernels import rounding as twins  # noqa: E402
 from replayssm.mamba.kernels.common import KINDS  # noqa: E402
+from replayssm.mamba.kernels.order import turn  # noqa: E402
 from replayssm.rounding import decode, encode, layer_seed, noise_bits  # noqa: E402
 from replayssm.testing import as_bytes, random_ssu_call, using  # noqa: E402
 
@@ -36,6 +37,8 @@ def error(actual, expected):
         (f16, 2, 16, 16, True),
         (int8, 4, 7, 9, False),
         (fp8, 1, 9, 24, True),
+        (int8, 3, 5, 36, True),  # columns as words of four
+        (fp8, 2, 6, 40, False),
     ],
 )
 def test_step_equals_the_reference(state_dtype, seq_len, headdim, dstate, with_z):
@@ -122,6 +125,50 @@ def test_materialize_equals_a_flush(dtype, seed):
     assert torch.equal(
         as_bytes(call.state[others]), before["state"].view(5, -1)[others].view(as_bytes(call.state[others]).shape)
     )
+
+
+@pytest.mark.parametrize("dtype", [int8, fp8])
+def test_8_bit_codes_may_lie_at_any_address(dtype):
+    call = random_ssu_call(
+        live=(8, 3), seq_len=2, window=9, nheads=4, headdim=5, dstate=36, spare_rows=1, state_dtype=dtype
+    )
+    slots, size = call.state.shape[0], call.state[0].numel()
+    memory = torch.zeros(1 + slots * (size + 1), dtype=torch.uint8)
+    odd = memory.view(dtype).as_strided(call.state.shape, (size + 1, *call.state.stride()[1:]), 1)
+    odd.view(torch.uint8).copy_(call.state.view(torch.uint8))
+    moved = replace(call.clone(), state=odd)
+    with using("kernels"):
+        checkpointing_ssu(**call.arguments())
+        checkpointing_ssu(**moved.arguments())
+    assert torch.equal(as_bytes(moved.out), as_bytes(call.out))
+    assert torch.equal(moved.state.view(torch.uint8), call.state.view(torch.uint8))
+    assert torch.equal(as_bytes(moved.state_scale), as_bytes(call.state_scale))
+
+
+@triton.jit
+def _turns(out, slots, num_live, batch, LISTED: tl.constexpr, BETWEEN: tl.constexpr):
+    for rank in range(batch):
+        tl.store(out + rank, turn(rank, batch, slots, 1, -1, num_live, 1, None, 2, 9, LISTED, BETWEEN))
+
+
+@pytest.mark.parametrize(
+    ("live", "between", "expected"),
+    [
+        ((3, 8, 0, 9, 7, 8, -1, 9, 2, 4, 5, 1), 0, "1357024689ab"),
+        ((3, 8, 0, 9, 7, 8, -1, 9, 2, 4, 5, 1), 1, "1032547689ab"),
+        ((3, 8, 0, 9, 7, 8, -1, 9, 2, 4, 5, 1), 2, "1023465897ab"),
+        ((9, 8, 9, 8, 1), 2, "01234"),
+        ((9, 8, 1, 9, 8, 1), 2, "013425"),
+    ],
+)
+def test_requests_that_flush_take_turns_with_others(live, between, expected):
+    batch = len(live)
+    slots = torch.arange(batch).flip(0)  # -1 as live rows stands for padding
+    slots[[row for row, rows in enumerate(live) if rows < 0]] = -1
+    num_live = torch.tensor(live, dtype=torch.int32).flip(0).contiguous()
+    out = torch.full((batch,), -1, dtype=torch.int32)
+    _turns[(1,)](out, slots, num_live, batch, 16, between)
+    assert out.tolist() == [int(digit, 16) for digit in expected]
 
 
 @pytest.mark.parametrize(("seq_len", "varlen"), [(1, False), (4, False), (3, True)])

@@ -101,8 +101,19 @@ def test_wider_inputs(dtype, seq_len):
     assert error(states(call), states(expected)) < (1e-6 if dtype == f32 else 3e-5)
 
 
-@pytest.mark.parametrize(("dtype", "seq_len"), [(f32, 4), (bf16, 1), (bf16, 4), (int8, 4)])
-def test_a_request_has_the_same_bits_in_every_batch(dtype, seq_len):
+@pytest.mark.parametrize(
+    ("dtype", "seq_len", "headdim", "dstate"),
+    [
+        (f32, 4, 64, 128),
+        (bf16, 1, 64, 128),
+        (bf16, 4, 64, 128),
+        (int8, 1, 64, 128),
+        (int8, 4, 64, 128),
+        (fp8, 3, 80, 96),
+        (bf16, 2, 80, 96),
+    ],
+)
+def test_a_request_has_the_same_bits_in_every_batch(dtype, seq_len, headdim, dstate):
     """One request of 32 heads, forty and one hundred and thirty of them take three different tiles."""
     live = tuple((5 * row) % 17 for row in range(130))
     call = on_device(
@@ -111,8 +122,8 @@ def test_a_request_has_the_same_bits_in_every_batch(dtype, seq_len):
             seq_len=seq_len,
             window=16,
             nheads=32,
-            headdim=64,
-            dstate=128,
+            headdim=headdim,
+            dstate=dstate,
             ngroups=4,
             state_dtype=dtype,
             dtype=bf16,

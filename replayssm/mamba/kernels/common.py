@@ -25,6 +25,11 @@ def raw(state: Tensor) -> Tensor:
     return state.view(torch.uint8) if state.dtype == torch.float8_e4m3fn else state
 
 
+def in_words(state: Tensor) -> bool:
+    """Whether the rows of an 8-bit state may be read as 4-byte words."""
+    return state.data_ptr() % 4 == 0 and state.stride(0) % 4 == 0
+
+
 def operand_dtype(inputs: torch.dtype) -> tl.dtype:
     """Dtype of the operands of matrix products; bf16 products are exact, and wider inputs lose nothing to TF32x3."""
     return tl.bfloat16 if inputs == torch.bfloat16 else tl.float32

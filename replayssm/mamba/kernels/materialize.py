@@ -8,7 +8,7 @@ from torch import Tensor
 from replayssm.mamba.configs import materialize_tile, next_power_of_2, state_columns, window_rows
 from replayssm.mamba.kernels.common import DTYPES, KINDS, STORAGE, architecture, operand_dtype
 from replayssm.mamba.kernels.rounding import layer_seed
-from replayssm.mamba.kernels.window import fold_rows, fold_weights, load, ring_row, store
+from replayssm.mamba.kernels.window import fold_rows, fold_weights, load, ring_row, store, weighted
 
 
 @triton.jit
@@ -44,6 +44,7 @@ def _materialize(
     scale_ptrs, scale_strides, src_slots, dst_slots, ring_start, prefix_len, active, rand_seed,
     batch, layers, nheads, heads_per_group, ring_len, pad_slot_id, lanes,
     P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr, BP: tl.constexpr, FOLD_ROWS: tl.constexpr,
+    COPY_ROWS: tl.constexpr,
     STAGES: tl.constexpr, LIST_BLOCK: tl.constexpr, STATE: tl.constexpr, INPUT: tl.constexpr, A_TYPE: tl.constexpr,
     KIND: tl.constexpr, OPERAND: tl.constexpr, ROUNDS: tl.constexpr, ALIGNED: tl.constexpr,
     ARCH: tl.constexpr,
@@ -103,13 +104,14 @@ def _materialize(
                 scale_source = scales + src * scale_stride
                 scale_target = scales + dst * scale_stride
             if rows == 0:
-                p = tl.arange(0, BP)
-                p_in = p < P - p_first
-                mask = p_in[:, None] & n_in[None, :]
-                at = p[:, None] * N + n[None, :]
-                store(target + at, load(source + at, mask, MASKED), mask, MASKED)
-                if SCALED:
-                    store(scale_target + p, load(scale_source + p, p_in, MASKED), p_in, MASKED)
+                for block in tl.range(0, BP, COPY_ROWS, num_stages=1):
+                    p = block + tl.arange(0, COPY_ROWS)
+                    p_in = p < P - p_first
+                    mask = p_in[:, None] & n_in[None, :]
+                    at = p[:, None] * N + n[None, :]
+                    store(target + at, load(source + at, mask, MASKED), mask, MASKED)
+                    if SCALED:
+                        store(scale_target + p, load(scale_source + p, p_in, MASKED), p_in, MASKED)
             else:
                 x = x_rings + src * x_stride
                 B = B_rings + src * B_stride
@@ -117,9 +119,9 @@ def _materialize(
                 ring = ring_row(start, w, ring_len)
                 live = w < rows
                 dt_rows = tl.load(dt + ring, mask=live, other=0.0)
-                decay, weights = fold_weights(dt_rows[None, :], a, rows)
-                decay, weights = tl.sum(decay, 0), tl.sum(weights, 0)  # of the one head
                 B_rows = tl.load(B + ring[:, None] * N + n[None, :], mask=live[:, None] & n_in[None, :], other=0.0)
+                decay = 0.0
+                weights = tl.zeros((WP,), tl.float32)
                 for block in tl.range(0, BP, FOLD_ROWS, num_stages=STAGES):
                     p = tl.arange(0, FOLD_ROWS)
                     p_in = block + p < P - p_first
@@ -131,9 +133,13 @@ def _materialize(
                         scale = load(scale_source + block + p, p_in, MASKED)
                     x_at = x + block + ring[:, None] * P + p[None, :]
                     x_rows = tl.load(x_at, mask=live[:, None] & p_in[None, :], other=0.0)
+                    if block == 0:
+                        # Here rather than before the loop, so that dt is waited for when the states are under way.
+                        decay, weights = fold_weights(dt_rows[None, :], a, rows)
+                        decay, weights = tl.sum(decay, 0), tl.sum(weights, 0)  # of the one head
                     _, codes, scale = fold_rows(
-                        codes, scale, x_rows, weights, B_rows, decay, seed, dst, head, p_first + block + p,
-                        NP, KIND, ROUNDS, OPERAND, ARCH,
+                        codes, scale, weighted(x_rows, weights, OPERAND), (B_rows,), decay, seed, dst, head,
+                        p_first + block + p, NP, KIND, ROUNDS, OPERAND, ARCH,
                     )  # fmt: skip
                     store(target + at, codes, mask, MASKED)
                     if SCALED:
@@ -189,8 +195,9 @@ def replayssm_materialize(
         src_slots, dst_slots, ring_start, replay_prefix_len, active_request_indices, rand_seed,
         batch, layers, num_heads, heads_per_group, ring_buffer_len, pad_slot_id, lanes,
         P=dim, N=dstate, NP=state_columns(dstate), WP=window_rows(max_window), BP=tile.program_rows,
-        FOLD_ROWS=tile.fold_rows, STAGES=tile.stages, LIST_BLOCK=min(1024, next_power_of_2(batch)),
+        FOLD_ROWS=tile.fold_rows, COPY_ROWS=tile.copy_rows, STAGES=tile.stages,
+        LIST_BLOCK=min(1024, next_power_of_2(batch)),
         STATE=STORAGE[kind], INPUT=DTYPES[input_dtype], A_TYPE=DTYPES[matrixA_dtype], KIND=kind,
         OPERAND=operand_dtype(input_dtype), ROUNDS=0 if rand_seed is None else philox_rounds, ALIGNED=aligned,
-        ARCH=architecture(state_ptrs.device), num_warps=tile.warps,
+        ARCH=architecture(state_ptrs.device), num_warps=tile.warps, maxnreg=tile.registers,
     )  # fmt: skip

@@ -73,13 +73,7 @@ def float_codes(
 @triton.jit
 def decode(codes, KIND: tl.constexpr, ARCH: tl.constexpr = 0):
     """fp32 values of a state's codes, before the row's scale. fp8 codes come as uint8."""
-    if KIND == "int8":
-        return codes.to(tl.float32)
-    elif KIND == "int8":
-        # An exact int-to-float without the slow conversion unit: 2^23 + (code + 128) is a float's bit pattern.
-        pattern = (codes.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint32) | 0x4B000000
-        return pattern.to(tl.float32, bitcast=True) - 8388736.0
-    elif KIND == "fp8" and ARCH >= 89:
+    if KIND == "fp8" and ARCH >= 89:
         return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
     elif KIND == "fp8":
         # Exponent and mantissa keep their order in fp32, whose bias is larger by 120. 0x7F (NaN) needs its own line.
@@ -89,6 +83,33 @@ def decode(codes, KIND: tl.constexpr, ARCH: tl.constexpr = 0):
         return tl.where((word & 0x7F) == 0x7F, float("nan"), value)
     else:
         return codes.to(tl.float32)
+
+
+@triton.jit
+def decode_words(words, KIND: tl.constexpr, ARCH: tl.constexpr = 0):
+    """The values of the codes in each byte of ``words`` (int32), from the low byte on: four tiles."""
+    if KIND == "int8":
+        first, second, third, fourth = (words << 24) >> 24, (words << 16) >> 24, (words << 8) >> 24, words >> 24
+        return first.to(tl.float32), second.to(tl.float32), third.to(tl.float32), fourth.to(tl.float32)
+    elif ARCH >= 89:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high, a, b, c, d;
+            .reg .b32 ab, cd;
+            mov.b32 {low, high}, $4;
+            cvt.rn.f16x2.e4m3x2 ab, low;
+            cvt.rn.f16x2.e4m3x2 cd, high;
+            mov.b32 {a, b}, ab;
+            mov.b32 {c, d}, cd;
+            cvt.f32.f16 $0, a;
+            cvt.f32.f16 $1, b;
+            cvt.f32.f16 $2, c;
+            cvt.f32.f16 $3, d;
+            }""",
+            "=f,=f,=f,=f,r", [words], (tl.float32, tl.float32, tl.float32, tl.float32), True, 1,
+        )  # fmt: skip
+    else:
+        return decode(words, KIND), decode(words >> 8, KIND), decode(words >> 16, KIND), decode(words >> 24, KIND)
 
 
 @triton.jit
@@ -113,27 +134,73 @@ def encode(values, noise, KIND: tl.constexpr, STOCHASTIC: tl.constexpr, ARCH: tl
         else:
             codes = values.to(tl.float16)
     else:
-        LARGEST: tl.constexpr = 127.0 if KIND == "int8" else 448.0
-        # As integers, magnitudes keep their order, and NaN is above infinity. The scale of a row that holds either is
-        # NaN, and so is what it decodes to.
-        largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-        finite = largest < 0x7F800000
-        amax = largest.to(tl.float32, bitcast=True)
-        one = scale
-        factor = tl.div_rn(one, tl.maximum(amax, LARGEST * 6.018531076210112e-36)) * LARGEST
-        factor = tl.where(amax == 0, 1.0, factor)
-        scale = tl.where(finite, tl.div_rn(one, factor), float("nan"))
-        scaled = tl.fma(values, tl.where(finite, factor, 0.0)[:, None], 0.0)  # rounded before anything is added
-        if KIND == "int8":
-            if STOCHASTIC:
-                rounded = tl.floor(scaled + noise.to(tl.float32) * 1.52587890625e-05)
-                whole = tl.minimum(tl.maximum(rounded, -LARGEST), LARGEST).to(tl.int32)
-            else:
-                # The addition rounds to nearest even, and the sum's low byte is the code: no code exceeds 127.
-                whole = (scaled + 12582912.0).to(tl.int32, bitcast=True)
-            codes = tl.where(finite[:, None], whole, 0).to(tl.int8)
-        elif ARCH >= 89 and not STOCHASTIC:
-            codes = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        else:
-            codes = float_codes(scaled, noise, 3, 121, 0x7E, 0x7F, 7, STOCHASTIC).to(tl.uint8)
+        # As integers, magnitudes keep their order, and NaN is above infinity.
+        scale, factor, finite = _scale(tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), KIND)
+        scaled = tl.fma(values, factor[:, None], 0.0)  # rounded before anything is added
+        codes = _byte_codes(scaled, noise, finite[:, None], KIND, STOCHASTIC, ARCH)
+        codes = codes.to(tl.int8) if KIND == "int8" else codes.to(tl.uint8)
     return codes, scale
+
+
+@triton.jit
+def _scale(largest, KIND: tl.constexpr):
+    """``(scale, factor, finite)`` of rows whose largest magnitude has the bits ``largest``.
+
+    The scale of a row that holds infinity or NaN is NaN, and so is what it decodes to.
+    """
+    LARGEST: tl.constexpr = 127.0 if KIND == "int8" else 448.0
+    finite = largest < 0x7F800000
+    amax = largest.to(tl.float32, bitcast=True)
+    one = tl.full(largest.shape, 1.0, tl.float32)
+    factor = tl.div_rn(one, tl.maximum(amax, LARGEST * 6.018531076210112e-36)) * LARGEST
+    factor = tl.where(amax == 0, 1.0, factor)
+    return tl.where(finite, tl.div_rn(one, factor), float("nan")), tl.where(finite, factor, 0.0), finite
+
+
+@triton.jit
+def _byte_codes(scaled, noise, finite, KIND: tl.constexpr, STOCHASTIC: tl.constexpr, ARCH: tl.constexpr):
+    """Integers whose low bytes are the codes of scaled values."""
+    if KIND == "fp8":
+        if ARCH >= 89 and not STOCHASTIC:
+            return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        else:
+            return float_codes(scaled, noise, 3, 121, 0x7E, 0x7F, 7, STOCHASTIC)
+    elif STOCHASTIC:
+        rounded = tl.floor(scaled + noise.to(tl.float32) * 1.52587890625e-05)
+        return tl.where(finite, tl.minimum(tl.maximum(rounded, -127.0), 127.0).to(tl.int32), 0)
+    else:
+        # The addition rounds to nearest even, and the sum's low byte is the code: no code exceeds 127.
+        return tl.where(finite, (scaled + 12582912.0).to(tl.int32, bitcast=True), 0)
+
+
+@triton.jit
+def _larger(a, b):
+    """The larger magnitude, or NaN."""
+    return tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def encode_words(values, noise, KIND: tl.constexpr, STOCHASTIC: tl.constexpr, ARCH: tl.constexpr = 0):
+    """``encode`` to 8-bit codes, for four tiles of columns at once: ``(words, scale)``, see ``decode_words``."""
+    a, b, c, d = values
+    largest = _larger(_larger(a, b), _larger(c, d)).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    scale, factor, finite = _scale(tl.max(largest, 1), KIND)
+    factor, finite = factor[:, None], finite[:, None]
+    a, b, c, d = tl.fma(a, factor, 0.0), tl.fma(b, factor, 0.0), tl.fma(c, factor, 0.0), tl.fma(d, factor, 0.0)
+    if KIND == "fp8" and ARCH >= 89 and not STOCHASTIC:
+        words = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+            }""",
+            "=r,f,f,f,f", [a, b, c, d], tl.int32, True, 1,
+        )  # fmt: skip
+    else:
+        a = _byte_codes(a, noise[0], finite, KIND, STOCHASTIC, 0).to(tl.int32) & 255
+        b = _byte_codes(b, noise[1], finite, KIND, STOCHASTIC, 0).to(tl.int32) & 255
+        c = _byte_codes(c, noise[2], finite, KIND, STOCHASTIC, 0).to(tl.int32) & 255
+        d = _byte_codes(d, noise[3], finite, KIND, STOCHASTIC, 0).to(tl.int32)
+        words = a | (b << 8) | (c << 16) | (d << 24)
+    return words, scale

@@ -9,10 +9,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replayssm.mamba.configs import next_power_of_2, requests_in_order, state_columns, step_tile, window_rows
-from replayssm.mamba.kernels.common import KINDS, NAN_STAYS, architecture, operand_dtype, raw
+from replayssm.mamba.configs import (
+    next_power_of_2,
+    requests_in_order,
+    state_columns,
+    state_planes,
+    step_tile,
+    window_rows,
+)
+from replayssm.mamba.kernels.common import KINDS, NAN_STAYS, architecture, in_words, operand_dtype, raw
+from replayssm.mamba.kernels.order import turn
+from replayssm.mamba.kernels.outputs import add_rows, of_head, skip_of, store_outputs, to_columns, window_decays
 from replayssm.mamba.kernels.read import read_state, state_operand
-from replayssm.mamba.kernels.window import fold_rows, fold_weights, load, ring_row, running_sums, settle, store
+from replayssm.mamba.kernels.window import (
+    fold_rows,
+    fold_weights,
+    load,
+    planes,
+    ring_row,
+    settle,
+    store,
+    turned,
+    weighted,
+)
 
 
 @triton.jit
@@ -41,38 +60,6 @@ def _numbers(vector, heads, stride):
 
 
 @triton.jit
-def _flushing_first(
-    rank, batch, slots, s_slots, pad_slot_id, num_live, s_live, cu_seqlens, seq_len, window, LISTED: tl.constexpr
-):  # fmt: skip
-    """Request number ``rank`` when those that flush come first: they take longest, and no program should end alone."""
-    b = tl.arange(0, LISTED)
-    listed = b < batch
-    slot = b.to(tl.int64)
-    if slots is not None:
-        slot = tl.load(slots + b * s_slots, mask=listed, other=-1).to(tl.int64)
-    if cu_seqlens is not None:
-        seq_len = tl.load(cu_seqlens + b + 1, mask=listed, other=0) - tl.load(cu_seqlens + b, mask=listed, other=0)
-    is_slot = listed & (slot >= 0) & (slot != pad_slot_id)
-    live = tl.load(num_live + slot * s_live, mask=is_slot, other=0)
-    flush = ((live > 0) & (live + seq_len > window)).to(tl.int32)
-    before = tl.cumsum(flush, 0)
-    place = tl.where(flush > 0, before - 1, tl.sum(flush, 0) + b - before)
-    return tl.sum(tl.where(place == rank, b, 0), 0)
-
-
-@triton.jit
-def _of_head(tiles, i):
-    """Tile ``i`` of ``[heads, ...]``."""
-    mine = tl.arange(0, tiles.shape[0]) == i
-    if len(tiles.shape) == 3:
-        return tl.sum(tl.where(mine[:, None, None], tiles, 0.0), 0)
-    elif len(tiles.shape) == 2:
-        return tl.sum(tl.where(mine[:, None], tiles, 0.0), 0)
-    else:
-        return tl.sum(tl.where(mine, tiles, 0.0), 0)
-
-
-@triton.jit
 def _window_rows(ring, ring_rows, s_ring: tl.constexpr, new, s_new, columns, columns_in, old, count):
     """Rows of the window ``[WP, columns]``: ``old`` rows of a ring, new tokens up to row ``count``, zeros."""
     w = tl.arange(0, ring_rows.shape[0])
@@ -84,71 +71,30 @@ def _window_rows(ring, ring_rows, s_ring: tl.constexpr, new, s_new, columns, col
     return tl.where(is_new[:, None], from_new, from_ring)
 
 
-@triton.jit
-def _scores(dt, a, products, old, seq_len):
-    """What the rows of the window give to the new tokens, and what the checkpoint keeps until them.
-
-    Args:
-        dt: processed dt of the window's rows ``[heads, WP]``, zero outside.
-        a: A of the heads.
-        products: B of the rows times C of the tokens, ``[WP, TP]``.
-        old: rows before the new tokens.
-        seq_len: new tokens.
-
-    Returns:
-        (scores ``[heads, WP, TP]``, decays ``[heads, TP]``).
-    """
-    w = tl.arange(0, products.shape[0])
-    t = tl.arange(0, products.shape[1])
-    sums = running_sums(dt)
-    at_token = w[:, None] == old + t[None, :]
-    total = tl.sum(tl.where(at_token[None, :, :], sums[:, :, None], 0.0), 1)
-    gaps = a[:, None, None] * (total[:, None, :] - sums[:, :, None])
-    seen = (w[:, None] <= old + t[None, :]) & (t < seq_len)[None, :]
-    scores = tl.where(seen[None, :, :], tl.exp(gaps) * dt[:, :, None], 0.0) * products[None, :, :]
-    return scores, tl.exp(a[:, None] * total)
-
-
-@triton.jit
-def _finish(
-    y, x_rows, scores, pick, skip, z, out, p, p_in, seq_len, s_z_t, s_out_t, OPERAND: tl.constexpr, HAS_D: tl.constexpr
-):  # fmt: skip
-    """Add what the window's rows and the skip give to ``y`` [rows, TP], gate it and store it."""
-    x_rows = tl.trans(x_rows).to(OPERAND)
-    y = tl.dot(x_rows, scores.to(OPERAND), y, input_precision="tf32x3")
-    if HAS_D:
-        # x by token and in y's layout: an exact product, cheaper than another load.
-        y += tl.dot(x_rows, pick, input_precision="tf32x3") * skip
-    t = tl.arange(0, y.shape[1])
-    mask = p_in[:, None] & (t < seq_len)[None, :]
-    if z is not None:
-        gate = tl.load(z + t[None, :] * s_z_t + p[:, None], mask=mask, other=0.0).to(tl.float32)
-        y *= gate / (1.0 + tl.exp(-gate))
-    tl.store(out + t[None, :] * s_out_t + p[:, None], y.to(out.dtype.element_ty), mask=mask)
-
-
 @triton.jit(do_not_specialize=["batch"])
 def _step(
-    state, state_scale, x_cache, B_cache, dt_cache, out, ring_start, num_live, x, dt, A, B, C, D, z, dt_bias,
+    state, state_to, state_scale, x_cache, B_cache, dt_cache, out, ring_start, num_live, x, dt, A, B, C, D, z, dt_bias,
     slots, cu_seqlens, rand_seed,
     s_state, s_scale, s_x_cache, s_B_cache, s_dt_cache, s_start, s_live,
     s_out_b, s_out_t, s_x_b, s_x_t, s_dt_b, s_dt_t, s_dt_h, s_A, s_B_b, s_B_t, s_C_b, s_C_t, s_D, s_z_b, s_z_t, s_bias,
     s_slots, seq_len, ring_len, window, pad_slot_id, dt_min, dt_max, batch,
     HEADS: tl.constexpr, GROUP: tl.constexpr, P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr,
     TP: tl.constexpr, TK: tl.constexpr, XP: tl.constexpr, BP: tl.constexpr, BLOCKS: tl.constexpr, LISTED: tl.constexpr,
+    BETWEEN: tl.constexpr, FOLDS: tl.constexpr, PLANES: tl.constexpr, WORDS: tl.constexpr,
     FOLD_ROWS: tl.constexpr, STAGES: tl.constexpr, FOLD_STAGES: tl.constexpr, KIND: tl.constexpr,
     OPERAND: tl.constexpr, SOFTPLUS: tl.constexpr, LIMIT: tl.constexpr, ROUNDS: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
     SETTLE: tl.constexpr = ARCH if BLOCKS == 1 else 0
     PARTS: tl.constexpr = (P + BP - 1) // BP  # blocks of a head
     OWN: tl.constexpr = (BLOCKS + PARTS - 1) // PARTS  # heads that a program touches, all of one group
+    DIGITS: tl.constexpr = 2 if KIND == "int8" and tl.bfloat16 == OPERAND and NP >= 32 and TK <= 4 else 1
     SCALED: tl.constexpr = KIND == "int8" or KIND == "fp8"
     MASKED: tl.constexpr = (P % BP != 0) or (NP != N)
     PROGRAMS: tl.constexpr = HEADS * PARTS // BLOCKS  # of a request
     request = tl.program_id(0) // PROGRAMS
     if LISTED > 0:
-        request = _flushing_first(
-            request, batch, slots, s_slots, pad_slot_id, num_live, s_live, cu_seqlens, seq_len, window, LISTED
+        request = turn(
+            request, batch, slots, s_slots, pad_slot_id, num_live, s_live, cu_seqlens, seq_len, window, LISTED, BETWEEN
         )  # fmt: skip
     request = request.to(tl.int64)
     first_block = tl.program_id(0) % PROGRAMS * BLOCKS
@@ -176,11 +122,14 @@ def _step(
     C += outer * s_C_b + first * s_C_t + group * N
     n = tl.arange(0, NP)
     w = tl.arange(0, WP)
-    t = tl.arange(0, TP)
+    # A column of a product with new tokens is one of them, or one digit of it; what needs no digits has them all zero
+    # but the first.
+    t = tl.arange(0, TP) // DIGITS
+    t_in = (t < seq_len) & (tl.arange(0, TP) % DIGITS == 0)
     h = tl.arange(0, OWN)
     n_in = n < N
     # Every load is written as early as its address is known, so that a small batch waits for few of them in turn.
-    c = tl.load(C + t[:, None] * s_C_t + n[None, :], mask=(t < seq_len)[:, None] & n_in[None, :], other=0.0)
+    c_rows = tl.load(C + t[:, None] * s_C_t + n[None, :], mask=t_in[:, None] & n_in[None, :], other=0.0)
     a = _numbers(A, head + h, s_A)
     bias = _numbers(dt_bias, head + h, s_bias)
     skip = _numbers(D, head + h, s_D)
@@ -195,6 +144,8 @@ def _step(
     if (slot < 0) | (slot == pad_slot_id) | (seq_len <= 0):
         return
     state += slot * s_state + head * (P * N) + part * (BP * N)
+    # The same address under another name: addresses of loads would be kept in registers for the stores.
+    state_to += slot * s_state + head * (P * N) + part * (BP * N)
     live = tl.load(num_live + slot * s_live)
     start = tl.load(ring_start + slot * s_start)
     x_cache += slot * s_x_cache + head * P * ring_len + part * BP
@@ -223,8 +174,9 @@ def _step(
         dt_new = _processed(dt_new.to(tl.float32), bias[:, None], dt_min, dt_max, SOFTPLUS, LIMIT)
     tl.store(dt_cache + h[:, None] * ring_len + ring_seen[None, :], dt_new, mask=is_new[None, :])
     dt_rows = tl.where(is_new[None, :], dt_new, tl.where((w < old)[None, :], dt_old, 0.0))
-    c = tl.trans(settle(c, SETTLE)).to(OPERAND)
-    c_state, units = state_operand(c, C, s_C_t, seq_len, n_in, KIND, OPERAND, ARCH)
+    c_rows = settle(c_rows, SETTLE)
+    c = tl.trans(c_rows).to(OPERAND)
+    c_state, units = state_operand(c, C, s_C_t, seq_len, n_in, KIND, OPERAND, ARCH, DIGITS)
     products = tl.dot(settle(B_rows, SETTLE).to(OPERAND), c, input_precision="tf32x3")
     if first_block % (GROUP * PARTS) == 0:
         tl.store(B_cache + ring_seen[:, None] * N + n[None, :], B_rows, mask=is_new[:, None] & n_in[None, :])
@@ -232,8 +184,8 @@ def _step(
     tl.store(x_to, x_new, mask=x_mask)
     if BLOCKS > 1:
         tl.debug_barrier()  # the loops read the new rows of x where they have just been written
-    scores, decays = _scores(dt_rows, a, products, old, seq_len)
-    pick = (w[:, None] == old + t[None, :]).to(OPERAND)
+    row_decays, decays = window_decays(dt_rows, a, old, seq_len, TK)
+    pick = (t_in[None, :] & (w[:, None] == old + t[None, :])).to(OPERAND)
     # A fold needs the whole block in registers, so it may take fewer rows at a time.
     if flush:
         seed = tl.full((), 0, tl.int64)
@@ -241,33 +193,56 @@ def _step(
             seed = tl.load(rand_seed)
         B_old = tl.load(B_cache + ring[:, None] * N + n[None, :], mask=is_live[:, None] & n_in[None, :], other=0.0)
         keeps, weights = fold_weights(dt_old, a, live)
-        FOLDS: tl.constexpr = BP // FOLD_ROWS
+        B_planes = planes(B_old, PLANES if WORDS else 1)
+        c_planes = turned(planes(c_rows, PLANES)) if PLANES > 1 else (c,)
+        WORD: tl.constexpr = tl.int32 if WORDS else state.dtype.element_ty
+        words, words_to = state.to(tl.pointer_type(WORD)), state_to.to(tl.pointer_type(WORD))
+        NW: tl.constexpr = N // 4 if WORDS else N
+        m = tl.arange(0, NP // 4 if WORDS else NP)
+        m_in = m < NW
         q = tl.arange(0, FOLD_ROWS)
-        for step in tl.range(0, BLOCKS * FOLDS, num_stages=FOLD_STAGES):
-            i = step // (FOLDS * PARTS) if BLOCKS > 1 else 0
-            at = step % (FOLDS * PARTS) * FOLD_ROWS if BLOCKS > 1 else step * FOLD_ROWS  # row, from the head's first
-            q_in = part * BP + at + q < P
-            codes_at = state + i * (P * N) + at * N + q[:, None] * N + n[None, :]
-            codes = load(codes_at, q_in[:, None] & n_in[None, :], MASKED)
-            scale = tl.full((FOLD_ROWS,), 1.0, tl.float32)
-            if SCALED:
-                scale = load(state_scale + i * P + at + q, q_in, MASKED)
-            x_old_at = x_cache + i * P * ring_len + at + ring[:, None] * P + q[None, :]
-            x_old = tl.load(x_old_at, mask=is_live[:, None] & q_in[None, :], other=0.0)
-            x_rows_at = x + i * P + at + w[:, None] * s_x_t + q[None, :]
-            x_rows = tl.load(x_rows_at, mask=is_row[:, None] & q_in[None, :], other=0.0)
-            folded, codes, scale = fold_rows(
-                codes, scale, x_old, _of_head(weights, i), B_old, _of_head(keeps, i), seed, slot, head + i,
-                part * BP + at + q, NP, KIND, ROUNDS, OPERAND, ARCH,
-            )  # fmt: skip
-            store(codes_at, codes, q_in[:, None] & n_in[None, :], MASKED)
-            if SCALED:
-                store(state_scale + i * P + at + q, scale, q_in, MASKED)
-            y = tl.dot(folded.to(OPERAND), c, input_precision="tf32x3") * _of_head(decays, i)[None, :]
-            _finish(
-                y, x_rows, _of_head(scores, i), pick, _of_head(skip, i), z if z is None else z + i * P + at,
-                out + i * P + at, q, q_in, seq_len, s_z_t, s_out_t, OPERAND, D is not None,
-            )  # fmt: skip
+        TURNS: tl.constexpr = BP // (FOLD_ROWS * FOLDS)  # rounds of the loop for a block
+        for step in tl.range(0, BLOCKS * TURNS, num_stages=FOLD_STAGES):
+            i = step // (TURNS * PARTS) if BLOCKS > 1 else 0
+            first_row = step % (TURNS * PARTS) * (FOLD_ROWS * FOLDS) if BLOCKS > 1 else step * (FOLD_ROWS * FOLDS)
+            keep = of_head(keeps, i)
+            weights_i = of_head(weights, i)
+            scores = (to_columns(of_head(row_decays, i), TP, DIGITS) * products).to(OPERAND)
+            decay = to_columns(of_head(decays, i)[None, :], TP, DIGITS)
+            skip_i = skip_of(skip, D, head, s_D, i, BLOCKS)
+            for fold in tl.static_range(FOLDS):
+                at = first_row + fold * FOLD_ROWS  # row, from the head's first
+                q_in = part * BP + at + q < P
+                x_old_at = x_cache + i * P * ring_len + at + ring[:, None] * P + q[None, :]
+                x_old = tl.load(x_old_at, mask=is_live[:, None] & q_in[None, :], other=0.0)
+                x_rows_at = x + i * P + at + w[:, None] * s_x_t + q[None, :]
+                x_rows = tl.load(x_rows_at, mask=is_row[:, None] & q_in[None, :], other=0.0)
+                x_weighted = weighted(x_old, weights_i, OPERAND)
+                y = tl.zeros((FOLD_ROWS, TP), tl.float32)
+                y = add_rows(y, x_rows, scores, pick, skip_i, OPERAND, D is not None)
+                # The state is waited for here, behind the exchanges between threads above.
+                codes_at = words + i * (P * NW) + at * NW + q[:, None] * NW + m[None, :]
+                codes = load(codes_at, q_in[:, None] & m_in[None, :], MASKED)
+                scale = tl.full((FOLD_ROWS,), 1.0, tl.float32)
+                if SCALED:
+                    scale = load(state_scale + i * P + at + q, q_in, MASKED)
+                folded, codes, scale = fold_rows(
+                    codes, scale, x_weighted, B_planes, keep, seed, slot, head + i, part * BP + at + q,
+                    NP, KIND, ROUNDS, OPERAND, ARCH,
+                )  # fmt: skip
+                codes_to = words_to + i * (P * NW) + at * NW + q[:, None] * NW + m[None, :]
+                store(codes_to, codes, q_in[:, None] & m_in[None, :], MASKED)
+                if SCALED:
+                    store(state_scale + i * P + at + q, scale, q_in, MASKED)
+                if PLANES > 1 and not WORDS:
+                    folded = planes(folded[0], PLANES)
+                from_state = tl.dot(folded[0].to(OPERAND), c_planes[0].to(OPERAND), input_precision="tf32x3")
+                for plane in tl.static_range(1, PLANES):
+                    operand = folded[plane].to(OPERAND)
+                    from_state = tl.dot(operand, c_planes[plane].to(OPERAND), from_state, input_precision="tf32x3")
+                y += from_state * decay
+                z_at = z if z is None else z + i * P + at
+                store_outputs(y, z_at, out + i * P + at, q, q_in, seq_len, s_z_t, s_out_t, DIGITS)
     else:
         p = tl.arange(0, BP)
         for step in tl.range(0, BLOCKS, num_stages=STAGES):
@@ -282,15 +257,16 @@ def _step(
                 codes = load(codes_at, p_in[:, None] & n_in[None, :], MASKED)
                 x_rows_at = x_cache + i * P * ring_len + at + ring_seen[:, None] * P + p[None, :]
                 x_rows = tl.load(x_rows_at, mask=is_row[:, None] & p_in[None, :], other=0.0)
-            y = read_state(settle(codes, SETTLE), c_state, units, TP, KIND, OPERAND, ARCH)
-            y *= _of_head(decays, i)[None, :]
+            y = read_state(settle(codes, SETTLE), c_state, units, TP, KIND, OPERAND, ARCH, DIGITS)
+            y *= to_columns(of_head(decays, i)[None, :], TP, DIGITS)
             if SCALED:
                 y *= load(state_scale + i * P + at + p, p_in, MASKED)[:, None]
-            _finish(
-                y, settle(x_rows, SETTLE), _of_head(scores, i), pick, _of_head(skip, i),
-                z if z is None else z + i * P + at, out + i * P + at, p, p_in, seq_len, s_z_t, s_out_t, OPERAND,
-                D is not None,
+            scores = to_columns(of_head(row_decays, i), TP, DIGITS) * products
+            y = add_rows(
+                y, settle(x_rows, SETTLE), scores, pick, skip_of(skip, D, head, s_D, i, BLOCKS), OPERAND, D is not None
             )  # fmt: skip
+            z_at = z if z is None else z + i * P + at
+            store_outputs(y, z_at, out + i * P + at, p, p_in, seq_len, s_z_t, s_out_t, DIGITS)
 
 
 def checkpointing_ssu(
@@ -329,8 +305,10 @@ def checkpointing_ssu(
     heads_per_group = nheads // B.shape[2]
     tile = step_tile(P, N, state.element_size(), x.element_size(), seq_len, window, heads_per_group, batch * nheads)
     blocks = nheads * triton.cdiv(P, tile.rows)
+    plane_count = state_planes(N, state.element_size())
+    listed, between = requests_in_order(batch, batch * nheads, state.element_size(), tile.blocks, seq_len)
     _step[(batch * blocks // tile.blocks,)](
-        raw(state), state_scale, x_cache, B_cache, dt_cache, out, ring_start, prev_num_accepted_tokens,
+        raw(state), raw(state), state_scale, x_cache, B_cache, dt_cache, out, ring_start, prev_num_accepted_tokens,
         x, dt, A, B, C, D, z, dt_bias, state_batch_indices, cu_seqlens, rand_seed,
         state.stride(0), 0 if state_scale is None else state_scale.stride(0),
         x_cache.stride(0), B_cache.stride(0), dt_cache.stride(0),
@@ -345,7 +323,7 @@ def checkpointing_ssu(
         HEADS=nheads, GROUP=heads_per_group, P=P, N=N, NP=state_columns(N), WP=window_rows(max(window, seq_len)),
         TP=max(8, next_power_of_2(seq_len)), TK=next_power_of_2(seq_len),
         XP=tile.rows if tile.blocks == 1 else next_power_of_2(P), BP=tile.rows, BLOCKS=tile.blocks,
-        LISTED=requests_in_order(batch, batch * nheads, state.element_size(), tile.blocks),
+        LISTED=listed, BETWEEN=between, FOLDS=tile.folds, PLANES=plane_count, WORDS=plane_count > 1 and in_words(state),
         FOLD_ROWS=tile.fold_rows, STAGES=tile.stages, FOLD_STAGES=tile.fold_stages,
         KIND=KINDS[state.dtype], OPERAND=operand_dtype(x.dtype), SOFTPLUS=dt_softplus,
         LIMIT=dt_min > 0.0 or dt_max != float("inf"), ROUNDS=0 if rand_seed is None else philox_rounds,
