@@ -122,7 +122,7 @@ def test_two_sources_and_padding():
 
 def take(form, monkeypatch):
     """Make steps take one launch or two, whatever the size of the batch."""
-    tile = BatchTile(8, 16, None, 16, 16, 16, 16, 4, None) if form == "two launches" else None
+    tile = BatchTile(8, 16, None, 32, 2, 16, 16, 2, 1, 4, None) if form == "two launches" else None
     monkeypatch.setattr(launch, "batch_tile", lambda *_: tile)
 
 

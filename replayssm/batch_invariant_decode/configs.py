@@ -6,6 +6,21 @@ from typing import NamedTuple
 
 from replayssm.ssd.configs import padded
 
+_MOST_SHARED = 216 << 10  # bytes that the programs on a multiprocessor share, with some room
+
+
+def chunk_rows(chunk_size: int) -> int:
+    """Rows of a tile that holds a chunk.
+
+    Never 64: with one head in four warps, Triton 3.6 then spreads the sums of the chunk wrongly over the warps of the
+    one matrix instruction that covers 64 rows (seen on an H200). Rows behind the chunk change no bit.
+
+    Args:
+        chunk_size: Q.
+    """
+    rows = padded(chunk_size)
+    return 128 if rows == 64 else rows
+
 
 class StepTile(NamedTuple):
     """How the step in one launch cuts a head.
@@ -45,24 +60,28 @@ class BatchTile(NamedTuple):
     """How the two kernels of a step for many lanes cut the work.
 
     Attributes:
-        heads: heads of a program of the first kernel.
+        prepare_heads: heads of a program that forms weights.
         prepare_columns: columns (state dim) of one product of B and C.
         prepare_registers: most registers of a thread there, or None.
-        rows: rows (head dim) of a head that a program of the second kernel has.
-        columns: columns of the state in one product; their loads are all in flight together.
-        fold_rows: rows that a program handles at a time where a chunk is folded or crossed.
-        tokens: ring rows of one product.
+        stored: elements of a new row that a program stores.
+        heads: heads of a group that a program of the second kernel streams.
+        fold_rows: rows (head dim) of a program where a chunk is folded or crossed.
+        fold_tokens: ring rows of one product there.
+        workers: programs that take the lanes that fold or cross.
+        moved: lanes that they look at together.
         warps: warps of a program of the second kernel.
         registers: most registers of a thread there, or None.
     """
 
-    heads: int
+    prepare_heads: int
     prepare_columns: int
     prepare_registers: int | None
-    rows: int
-    columns: int
+    stored: int
+    heads: int
     fold_rows: int
-    tokens: int
+    fold_tokens: int
+    workers: int
+    moved: int
     warps: int
     registers: int | None
 
@@ -70,7 +89,7 @@ class BatchTile(NamedTuple):
 def batch_tile(
     headdim: int, dstate: int, chunk_size: int, input_bytes: int, tokens: int, lane_heads: int
 ) -> BatchTile | None:
-    """Tile of the step in two launches; None where one launch is faster.
+    """Tile of the step in two launches; None where one launch is faster, or two do not fit.
 
     Args:
         headdim: P.
@@ -82,9 +101,15 @@ def batch_tile(
     """
     if input_bytes == 4 or lane_heads < 512:
         return None
-    rows = min(64 if dstate <= 128 else 32, padded(headdim))
-    small = chunk_size <= 128
+    rows, columns = chunk_rows(chunk_size), padded(dstate)
+    held = [  # bytes in shared memory: states in fp32, rows of x, and the two operands with a column for every token
+        padded(heads * headdim) * (4 * columns + 2 * rows) + 2 * padded(heads * tokens) * (columns + rows)
+        for heads in (1, 2)
+    ]
+    if held[0] > _MOST_SHARED:
+        return None
+    heads = 2 if 2 * held[1] <= _MOST_SHARED else 1  # two programs on a multiprocessor, if possible
     return BatchTile(
-        8, min(64 if small else 32, padded(dstate)), 128 if small else None, rows, min(64, padded(dstate)),
-        min(rows, 16), 32, 4, 96 if tokens == 1 else 128,
+        8, min(64 if chunk_size <= 128 else 32, columns), 128 if chunk_size <= 128 else None, 1024, heads,
+        min(32, padded(headdim)), min(64, rows), 128, 256, 4 * heads, 128,
     )  # fmt: skip

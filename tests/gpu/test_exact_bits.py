@@ -17,6 +17,8 @@ from replayssm.batch_invariant_decode import (
     _masked_update_rows,
     batch_invariant_decode_buffered_scan,
 )
+from replayssm.batch_invariant_decode.configs import batch_tile
+from replayssm.batch_invariant_decode.kernels import launch
 from replayssm.bench import exact as bench
 from replayssm.ssd.kernels.arithmetic import sums
 
@@ -56,11 +58,21 @@ def test_sums_are_those_of_cumsum(rows):
 
 SIZES = {
     128: REAL,
+    64: REAL,
+    48: {**REAL, "ngroups": 1},
     256: {"nheads": 4, "headdim": 32, "ngroups": 1, "dstate": 32, "dtype": torch.float16, "with_bias": False},
     100: {"nheads": 6, "headdim": 80, "ngroups": 2, "dstate": 256, "dtype": BF16, "D": None, "with_z": False},
 }
 
 
+@pytest.fixture(params=["one launch", "two launches"])
+def form(request, monkeypatch):
+    """Steps take this form, whatever the size of the batch."""
+    lane_heads = 1 if request.param == "one launch" else 1 << 20
+    monkeypatch.setattr(launch, "batch_tile", lambda *sizes: batch_tile(*sizes[:-1], lane_heads))
+
+
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("rows", SIZES)
 def test_a_row_of_real_size(rows):
     """Every place in the chunk where tiles of 16, 32 and 64 rows begin or end."""
@@ -77,7 +89,8 @@ def test_a_row_of_real_size(rows):
     assert torch.equal(decoder.state[2], case.tokens(0, rows).whole()[2])
 
 
-@pytest.mark.parametrize(("rows", "tokens"), [(128, 4), (32, 32)])
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize(("rows", "tokens"), [(128, 4), (64, 3), (32, 32)])
 def test_verification_of_real_size(rows, tokens):
     case = random_case(6 * rows, rows, **REAL)
     whole = case.whole()[0]

@@ -40,7 +40,7 @@ def lane_rows(lane, slots, num_buffered, ring_start, chunk_starts, FLAT: tl.cons
 
 
 @triton.jit
-def _append(rows, new, s_row, s_new, start, live, seq_len, ring_len, first, count,
+def append(rows, new, s_row, s_new, start, live, seq_len, ring_len, first, count,
            TOGETHER: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
     """Store elements ``first..first + count`` of every new row, some rows at a time."""
     e = first + tl.arange(0, WIDTH)
@@ -54,36 +54,36 @@ def _append(rows, new, s_row, s_new, start, live, seq_len, ring_len, first, coun
 
 @triton.jit
 def store_rows(
-    x_rows, z_rows, dt_rows, B_rows, C_rows, x, z, dt, B, C, slot, first_head, group, count, block, part,
+    x_rows, z_rows, dt_rows, B_rows, C_rows, x, z, dt, B, C, slot, head, group, leads, part,
     s_x_row, s_dt_row, s_B_row, s_z_slot, s_C_slot, s_x, s_z, s_dt, s_B, s_C, start, live, seq_len, ring_len,
-    P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, HEADS: tl.constexpr, BP: tl.constexpr, TOGETHER: tl.constexpr,
+    P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BP: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Store the new rows behind the live ones, which no program reads in this call."""
+    """Store a head's new rows behind the live ones, which no program reads in this call; one head leads its group."""
     first = part * BP
     width = tl.minimum(BP, P - first)
-    for i in range(0, count):
-        _append(x_rows + i * P, x + i * P, s_x_row, s_x, start, live, seq_len, ring_len, first, width, TOGETHER, BP)
-        if z_rows is not None and z is not None:
-            z_at = z_rows + slot * s_z_slot + (first_head + i) * P
-            _append(z_at, z + i * P, s_x_row, s_z, start, live, seq_len, ring_len, first, width, TOGETHER, BP)
+    append(x_rows, x, s_x_row, s_x, start, live, seq_len, ring_len, first, width, TOGETHER, BP)
+    if z_rows is not None and z is not None:
+        z_at = z_rows + slot * s_z_slot + head * P
+        append(z_at, z, s_x_row, s_z, start, live, seq_len, ring_len, first, width, TOGETHER, BP)
     if part == 0:
-        _append(dt_rows, dt, s_dt_row, s_dt, start, live, seq_len, ring_len, first_head, count, TOGETHER, HEADS)
-        if block == 0:
-            _append(B_rows, B, s_B_row, s_B, start, live, seq_len, ring_len, 0, N, TOGETHER, NP)
+        append(dt_rows, dt, s_dt_row, s_dt, start, live, seq_len, ring_len, head, 1, TOGETHER, 1)
+        if leads:
+            append(B_rows, B, s_B_row, s_B, start, live, seq_len, ring_len, 0, N, TOGETHER, NP)
             if C_rows is not None:
                 C_to = C_rows + slot * s_C_slot + group * N
-                _append(C_to, C, s_B_row, s_C, start, live, seq_len, ring_len, 0, N, TOGETHER, NP)
+                append(C_to, C, s_B_row, s_C, start, live, seq_len, ring_len, 0, N, TOGETHER, NP)
 
 
 @triton.jit
-def move_cursors(num_buffered, ring_start, slot, start, live, ring_len, chunk_size, folds, full, LAZY: tl.constexpr):
-    """The lane's cursors behind a step; with ``LAZY`` its tokens are not committed yet."""
+def move_cursors(num_buffered, ring_start, slot, active, start, live, ring_len, chunk_size, folds, full,
+                 LAZY: tl.constexpr):  # fmt: skip
+    """The cursors of lanes behind a step; with ``LAZY`` their tokens are not committed yet."""
     if LAZY:
         passed = tl.where(folds, chunk_size, 0)
-        tl.store(ring_start + slot, ring_row(start, passed, ring_len).to(tl.int32))
-        tl.store(num_buffered + slot, live - passed)
+        tl.store(ring_start + slot, ring_row(start, passed, ring_len).to(tl.int32), mask=active)
+        tl.store(num_buffered + slot, live - passed, mask=active)
     else:
-        tl.store(num_buffered + slot, tl.where(full, 0, live + 1))
+        tl.store(num_buffered + slot, tl.where(full, 0, live + 1), mask=active)
 
 
 @triton.jit

@@ -9,9 +9,10 @@ import torch
 import triton
 from torch import Tensor
 
-from replayssm.batch_invariant_decode.configs import BatchTile, StepTile, batch_tile, step_tile
-from replayssm.batch_invariant_decode.kernels.batch import prepare_kernel, score_kernel
+from replayssm.batch_invariant_decode.configs import BatchTile, StepTile, batch_tile, chunk_rows, step_tile
+from replayssm.batch_invariant_decode.kernels.batch import prepare_kernel
 from replayssm.batch_invariant_decode.kernels.step import step_kernel
+from replayssm.batch_invariant_decode.kernels.stream import stream_kernel
 from replayssm.ssd.configs import padded
 from replayssm.ssd.kernels.launch import OPERANDS, packed, stride
 
@@ -134,7 +135,7 @@ class _Call(NamedTuple):
         """What both forms compile in."""
         T, (P, N) = self.out.shape[1], self.ssm_state.shape[2:]
         return {
-            "P": P, "N": N, "NP": padded(N), "ROWS": padded(self.chunk_size), "TOKENS": padded(T),
+            "P": P, "N": N, "NP": padded(N), "ROWS": chunk_rows(self.chunk_size), "TOKENS": padded(T),
             "OPERAND": OPERANDS[self.new.x.dtype],
         }  # fmt: skip
 
@@ -161,44 +162,46 @@ def _launch_one(call: _Call, tile: StepTile, arrivals: Tensor | None) -> None:
     step_kernel[(lanes * H * triton.cdiv(P, tile.rows), 1 if flat else 2)](
         call.ssm_state, call.shadow, *rows, *new, call.A, call.D, call.dt_bias, call.out,
         call.num_buffered, call.ring_start, call.slots, call.chunk_starts, arrivals, call.target_rows,
-        call.chunk_flags, *scratch(lanes, H, T, padded(call.chunk_size), new.x),
+        call.chunk_flags, *scratch(lanes, H, T, chunk_rows(call.chunk_size), new.x),
         call.ssm_state.stride(0), stride(call.shadow), *(stride(tensor) for tensor in rows),
         rows.x.stride(1), rows.dt.stride(1), rows.B.stride(1),
         *(call.by_lane(tensor) for tensor in new), *(stride(tensor, 1) for tensor in new),
         call.out.stride(0), call.out.stride(1), *call.skip_strides(), T, call.ring_len, H, G, H // G, call.chunk_size,
         call.dt_min, call.dt_max, BN=tile.columns, BP=tile.rows, FP=tile.fold_rows,
-        BT=min(tile.fold_tokens, padded(call.chunk_size)), TOGETHER=1 if T == 1 else 4, ONE=T == 1,
+        BT=min(tile.fold_tokens, chunk_rows(call.chunk_size)), TOGETHER=1 if T == 1 else 4, ONE=T == 1,
         SOFTPLUS=call.dt_softplus, LAZY=call.ring_start is not None, FLAT=flat, num_warps=tile.warps,
         maxnreg=tile.registers, **call.constants(),
     )  # fmt: skip
 
 
 def _launch_two(call: _Call, tile: BatchTile) -> None:
-    """Weights first, then the states, the second launch beginning while the first still runs."""
-    (lanes, T, H, P), G = call.out.shape, call.rows.B.shape[2]
+    """Weights first, then the states, the second launch beginning while the last programs of the first still run."""
+    (lanes, T, H, P), (G, N) = call.out.shape, call.rows.B.shape[2:]
     rows, new, overlap = call.rows, call.new, overlapping(call.out.device)
     cursors = torch.empty(lanes, 2, dtype=torch.int32, device=call.out.device)
-    work = (cursors, *scratch(lanes, H, T, padded(call.chunk_size), new.x))
+    work = (cursors, *scratch(lanes, H, T, chunk_rows(call.chunk_size), new.x))
     shared = {**call.constants(), "OVERLAP": overlap}
-    prepare_kernel[(lanes * G * triton.cdiv(H // G, tile.heads), 2)](
+    headdim, dstate = shared.pop("P"), shared.pop("NP")
+    parts, tokens = triton.cdiv(max(H * P, G * N), tile.stored), triton.next_power_of_2(T)
+    prepare_kernel[(lanes * (G * triton.cdiv(H // G, tile.prepare_heads) + parts),)](
         *rows, *new, call.A, call.dt_bias, call.num_buffered, call.ring_start, call.slots, *work,
         *(stride(tensor) for tensor in rows), rows.x.stride(1), rows.dt.stride(1), rows.B.stride(1),
         *(stride(tensor) for tensor in new), *(stride(tensor, 1) for tensor in new),
-        T, call.ring_len, H, G, H // G, call.chunk_size, call.dt_min, call.dt_max,
-        BN=tile.prepare_columns, HEADS=tile.heads, BP=padded(P), TOGETHER=1 if T == 1 else 4,
+        T, call.ring_len, H, G, H // G, call.chunk_size, call.dt_min, call.dt_max, lanes, parts,
+        BN=tile.prepare_columns, HEADS=tile.prepare_heads, TOGETHER=1 if T == 1 else 4, WIDTH=tile.stored,
         SOFTPLUS=call.dt_softplus, num_warps=4, maxnreg=tile.prepare_registers, **shared,
     )  # fmt: skip
-    columns = min(tile.columns, padded(call.ssm_state.shape[3]))
-    score_kernel[(lanes * H * triton.cdiv(P, tile.rows),)](
+    stream_kernel[(tile.workers + lanes * G * triton.cdiv(H // G, tile.heads),)](
         call.ssm_state, call.shadow, rows.x, rows.B, new.x, new.z, new.B, new.C, call.D, call.out,
         call.num_buffered, call.ring_start, call.slots, call.target_rows, call.chunk_flags, *work,
         call.ssm_state.stride(0), stride(call.shadow), stride(rows.x), stride(rows.B), rows.x.stride(1),
         rows.B.stride(1), stride(new.x), stride(new.z), stride(new.B), stride(new.C),
         stride(new.x, 1), stride(new.z, 1), stride(new.B, 1), stride(new.C, 1),
-        call.out.stride(0), call.out.stride(1), *call.skip_strides(), T, call.ring_len, H, H // G, call.chunk_size,
-        BN=columns, BP=tile.rows, FP=tile.fold_rows, BT=min(tile.tokens, padded(call.chunk_size)),
-        STAGES=shared["NP"] // columns, ONE=T == 1, LAZY=call.ring_start is not None, num_warps=tile.warps,
-        maxnreg=tile.registers, launch_pdl=overlap, **shared,
+        call.out.stride(0), call.out.stride(1), *call.skip_strides(), T, call.ring_len, H, G, H // G, call.chunk_size,
+        lanes, tile.workers, P=headdim, NP=dstate, HEADS=tile.heads, WIDTH=triton.next_power_of_2(tile.heads * P),
+        TP=tokens, COLUMNS=max(8, triton.next_power_of_2(tile.heads) * tokens), FP=tile.fold_rows,
+        BT=min(tile.fold_tokens, shared["ROWS"]), MOVED=tile.moved, ONE=T == 1, LAZY=call.ring_start is not None,
+        num_warps=tile.warps, maxnreg=tile.registers, launch_pdl=overlap, **shared,
     )  # fmt: skip
 
 

@@ -101,9 +101,9 @@ def step_kernel(
     heads = head + tl.arange(0, 1)
     if not FLAT and tl.program_id(1) == 1:
         store_rows(
-            x_rows, z_rows, dt_rows, B_rows, C_rows, x, z, dt, B, C, slot, head, group, 1, head % heads_per_group, part,
-            s_x_row, s_dt_row, s_B_row, s_z_slot, s_C_slot, s_x, s_z, s_dt, s_B, s_C, start, live, seq_len, ring_len,
-            P, N, NP, 1, BP, TOGETHER,
+            x_rows, z_rows, dt_rows, B_rows, C_rows, x, z, dt, B, C, slot, head, group, head % heads_per_group == 0,
+            part, s_x_row, s_dt_row, s_B_row, s_z_slot, s_C_slot, s_x, s_z, s_dt, s_B, s_C, start, live, seq_len,
+            ring_len, P, N, NP, BP, TOGETHER,
         )  # fmt: skip
     elif slow:
         C_tile = tl.load(C + (t * s_C)[None, :] + n[:, None], mask=(t < seq_len)[None, :] & (n < N)[:, None], other=0.0)
@@ -161,4 +161,6 @@ def step_kernel(
             while arrived < 2 * programs:
                 arrived = tl.atomic_add(arrivals + lane, 0)
             tl.store(arrivals + lane, 0)
-            move_cursors(num_buffered, ring_start, slot, start, live, ring_len, chunk_size, folds, slow, LAZY)
+            move_cursors(
+                num_buffered, ring_start, slot, slot >= 0, start, live, ring_len, chunk_size, folds, slow, LAZY
+            )

@@ -1,0 +1,225 @@
+"""The second launch of a step for many lanes: it streams the states and the rows of x, and folds."""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from replayssm.batch_invariant_decode.kernels.fold import cross_chunks
+from replayssm.batch_invariant_decode.kernels.lanes import move_cursors, ring_row
+from replayssm.ssd.kernels.arithmetic import finished, holds_no_number
+from replayssm.ssd.kernels.constants import PER_CALL
+
+
+@triton.jit
+def _stays(live, seq_len, chunk_size, LAZY: tl.constexpr):
+    """Whether a lane neither folds a chunk nor crosses the end of one."""
+    end = live + seq_len
+    if LAZY:
+        return (end <= chunk_size) & (live < chunk_size)
+    else:
+        return end < chunk_size
+
+
+@triton.jit
+def _move_all(num_buffered, ring_start, slots, cursors, target_rows, chunk_flags, lanes, first, seq_len, ring_len,
+              chunk_size, LAZY: tl.constexpr, MOVED: tl.constexpr):  # fmt: skip
+    """Move the cursors of lanes ``first..first + MOVED`` and leave what a call reports."""
+    lane = first + tl.arange(0, MOVED)
+    here = lane < lanes
+    slot = tl.load(slots + lane, mask=here, other=-1).to(tl.int64)
+    active = slot >= 0
+    start = tl.load(cursors + 2 * lane, mask=active, other=0)
+    live = tl.load(cursors + 2 * lane + 1, mask=active, other=0)
+    folds = live >= chunk_size
+    full = live + seq_len >= chunk_size
+    row = tl.where(active, live - tl.where(folds, chunk_size, 0), -1)
+    tl.store(target_rows + lane, row, mask=here)
+    tl.store(chunk_flags + lane, tl.where(active, (folds if LAZY else full).to(tl.int32), 0), mask=here)
+    move_cursors(num_buffered, ring_start, slot, active, start, live, ring_len, chunk_size, folds, full, LAZY)
+
+
+@triton.jit
+def _careful(
+    state, C, decay, x_rows, weights, start, ring_len, s_x_row, s_C, r, r_in, live, seq_len, t, column, c_in,
+    N: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr, LAZY: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """A product for each token: zero times a later token that is no number would reach an earlier one.
+
+    It loads everything anew. Triton 3.6 reads ahead into what a product in a branch still reads.
+    """
+    carried = tl.zeros((r.shape[0], t.shape[0]), tl.float32)
+    k = tl.arange(0, BT)
+    for n0 in tl.range(0, N, BT, num_stages=1):
+        n = n0 + k
+        values = tl.load(state + r[:, None] * N + n[None, :], mask=r_in[:, None] & (n < N)[None, :], other=0.0)
+        C_tile = tl.load(C + (t * s_C)[None, :] + n[:, None], mask=c_in[None, :] & (n < N)[:, None], other=0.0)
+        carried = tl.dot(values.to(OPERAND), C_tile, carried, input_precision="ieee")
+    carried = carried * decay[None, :]
+    y = carried
+    for i in range(0, seq_len):
+        own = carried
+        for j0 in tl.range(0, live + i + 1, BT, num_stages=1):
+            j = j0 + k
+            at = j
+            if LAZY:
+                at = ring_row(start, j, ring_len)
+            seen = (j <= live + i)[None, :] & r_in[:, None]
+            x_tile = tl.load(x_rows + (at[None, :] * s_x_row + r[:, None]), mask=seen, other=0.0)
+            w = tl.load(weights + ((column * ROWS)[None, :] + j[:, None]), mask=c_in[None, :], other=0.0)
+            own = tl.dot(x_tile, w, own, input_precision="ieee")
+        y = tl.where((t == i)[None, :], own, y)
+    return y
+
+
+@triton.jit(do_not_specialize=[*PER_CALL, "lanes", "workers"])
+def stream_kernel(
+    ssm_state, shadow, x_rows, B_rows, x, z, B, C, D, out, num_buffered, ring_start, slots, target_rows, chunk_flags,
+    cursors, row_weights, row_decays, fold_scales, fold_decays,
+    s_state, s_shadow, s_x_slot, s_B_slot, s_x_row, s_B_row, s_x_lane, s_z_lane, s_B_lane, s_C_lane,
+    s_x, s_z, s_B, s_C, s_out_lane, s_out, s_D_head, s_D_element,
+    seq_len, ring_len, nheads, ngroups, heads_per_group, chunk_size, lanes, workers,
+    P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    WIDTH: tl.constexpr, TP: tl.constexpr, COLUMNS: tl.constexpr, FP: tl.constexpr, BT: tl.constexpr,
+    MOVED: tl.constexpr, ONE: tl.constexpr, LAZY: tl.constexpr, OVERLAP: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """The first programs, the workers, take all lanes that fold or cross and the cursors. Then (lane, some heads).
+
+    Several heads of a group lie below each other in the rows of the products, and each has columns of its own: a row of
+    x is read in longer pieces, and a product wastes fewer columns.
+    """
+    n = tl.arange(0, NP)
+    pid = tl.program_id(0)
+    if pid < workers:
+        if OVERLAP:
+            gdc_wait()
+        wide = tl.arange(0, TOKENS)
+        PARTS: tl.constexpr = (P + FP - 1) // FP
+        for first in range(pid * MOVED, lanes, workers * MOVED):
+            _move_all(
+                num_buffered, ring_start, slots, cursors, target_rows, chunk_flags, lanes, first, seq_len, ring_len,
+                chunk_size, LAZY, MOVED,
+            )  # fmt: skip
+        before = 0
+        for l0 in range(0, lanes, MOVED):
+            looked = l0 + tl.arange(0, MOVED)
+            active = tl.load(slots + looked, mask=looked < lanes, other=-1) >= 0
+            rows = tl.load(cursors + 2 * looked + 1, mask=active, other=0)
+            slow = tl.where(active & (_stays(rows, seq_len, chunk_size, LAZY) == 0), 1, 0)
+            place = tl.cumsum(slow, 0) * slow
+            work = tl.sum(slow, 0) * nheads * PARTS
+            for item in range((pid + workers - before % workers) % workers, work, workers):
+                lane = tl.sum(tl.where(place == item // (nheads * PARTS) + 1, looked, 0), 0).to(tl.int64)
+                part = item % PARTS
+                head = item // PARTS % nheads
+                group = head // heads_per_group
+                slot = tl.load(slots + lane).to(tl.int64)
+                start = tl.load(cursors + 2 * lane)
+                live = tl.load(cursors + 2 * lane + 1)
+                index = lane * nheads + head
+                rounded = shadow
+                if shadow is not None:
+                    rounded = shadow + slot * s_shadow + head * (P * N)
+                gate_at = z
+                if z is not None:
+                    gate_at = z + lane * s_z_lane + head * P
+                skip_at = D
+                if D is not None:
+                    skip_at = D + head * s_D_head
+                C_at = C + lane * s_C_lane + group * N + (wide * s_C)[None, :] + n[:, None]
+                cross_chunks(
+                    ssm_state + slot * s_state + head * (P * N), rounded,
+                    tl.load(C_at, mask=(wide < seq_len)[None, :] & (n < N)[:, None], other=0.0),
+                    x_rows + slot * s_x_slot + head * P, x + lane * s_x_lane + head * P,
+                    B_rows + slot * s_B_slot + group * N, B + lane * s_B_lane + group * N, gate_at, skip_at,
+                    out + lane * s_out_lane + head * P, row_weights + index * seq_len * ROWS,
+                    row_decays + index * seq_len, fold_scales + (index + lane * nheads) * ROWS,
+                    fold_decays + index + lane * nheads, live >= chunk_size, start, live, live,
+                    s_x_row, s_x, s_B_row, s_B, s_z, s_out, s_D_element, seq_len, ring_len, nheads, chunk_size,
+                    part * FP, P, N, NP, ROWS, FP, FP, BT, LAZY, False, OPERAND,
+                )  # fmt: skip
+            before += work
+        return
+    pid -= workers
+    blocks = tl.cdiv(heads_per_group, HEADS)
+    block = pid % blocks
+    group = pid // blocks % ngroups
+    lane = (pid // (blocks * ngroups)).to(tl.int64)
+    first_head = group * heads_per_group + block * HEADS
+    count = tl.minimum(HEADS, heads_per_group - block * HEADS)
+    r = tl.arange(0, WIDTH)
+    row = tl.arange(0, ROWS)
+    c = tl.arange(0, COLUMNS)
+    t = c % TP
+    head_of = c // TP
+    r_in = r < count * P
+    out += lane * s_out_lane + first_head * P
+    slot = tl.load(slots + lane).to(tl.int64)
+    if OVERLAP:
+        gdc_wait()
+    if slot < 0:  # exact zeros
+        tp = tl.arange(0, TP)
+        zero = tl.zeros((WIDTH, TP), out.dtype.element_ty)
+        tl.store(out + (tp * s_out)[None, :] + r[:, None], zero, mask=r_in[:, None] & (tp < seq_len)[None, :])
+        return
+    start = tl.load(cursors + 2 * lane)
+    live = tl.load(cursors + 2 * lane + 1)
+    if _stays(live, seq_len, chunk_size, LAZY) == 0:
+        return
+    state = ssm_state + slot * s_state + first_head * (P * N)
+    if shadow is not None:
+        state = shadow + slot * s_shadow + first_head * (P * N)
+    x += lane * s_x_lane + first_head * P
+    x_rows += slot * s_x_slot + first_head * P
+    C += lane * s_C_lane + group * N
+    if z is not None:
+        z += lane * s_z_lane + first_head * P
+    row_weights += (lane * nheads + first_head) * seq_len * ROWS
+    column = head_of * seq_len + t
+    c_in = (t < seq_len) & (head_of < count)
+    decay = tl.load(row_decays + (lane * nheads + first_head) * seq_len + column, mask=c_in, other=0.0)
+    skip = 0.0
+    x_new = 0.0
+    gate = 0.0
+    if D is not None:
+        skip_at = D + (first_head + r // P) * s_D_head + (r % P) * s_D_element
+        skip = tl.load(skip_at, mask=r_in, other=0.0).to(tl.float32)[:, None]
+    if ONE:
+        if D is not None:
+            x_new = tl.load(x + r, mask=r_in, other=0.0)[:, None]
+        if z is not None:
+            gate = tl.load(z + r, mask=r_in, other=0.0)[:, None]
+    at = row
+    if LAZY:
+        at = ring_row(start, row, ring_len)
+    y = tl.zeros((WIDTH, COLUMNS), tl.float32)
+    # A loop of one turn, which the compiler does not know: it copies what a loop loads straight to shared memory.
+    for turn in tl.range(0, tl.minimum(seq_len, 1), num_stages=2):
+        ahead = turn * 16
+        state_at = state + ahead + (r[:, None] * N + n[None, :])
+        values = tl.load(state_at, mask=r_in[:, None] & (n < N)[None, :], other=0.0)
+        C_at = C + ahead + ((t * s_C)[None, :] + n[:, None])
+        C_tile = tl.load(C_at, mask=c_in[None, :] & (n < N)[:, None], other=0.0)
+        x_at = x_rows + ahead + (at[None, :] * s_x_row + r[:, None])
+        x_tile = tl.load(x_at, mask=(row < live + seq_len)[None, :] & r_in[:, None], other=0.0)
+        w_at = row_weights + ahead + ((column * ROWS)[None, :] + row[:, None])
+        w = tl.load(w_at, mask=c_in[None, :], other=0.0)
+        y = tl.dot(values.to(OPERAND), C_tile, input_precision="ieee") * decay[None, :]
+        y = tl.dot(x_tile, w, y, input_precision="ieee")
+    own = head_of[None, :] == (r // P)[:, None]
+    if ONE:  # the bits of the one column that a row has, without an addition
+        bits = tl.sum(tl.where(own, y.to(tl.int32, bitcast=True), 0), 1)
+        y1 = bits.to(tl.float32, bitcast=True)[:, None]
+        y1 = finished(y1, x_new, skip, gate, D is not None, z is not None)
+        tl.store(out + r[:, None], y1.to(out.dtype.element_ty), mask=r_in[:, None])
+    else:
+        valid = own & c_in[None, :] & r_in[:, None]
+        x_new = tl.load(x + (t * s_x)[None, :] + r[:, None], mask=valid, other=0.0)
+        if z is not None:
+            gate = tl.load(z + (t * s_z)[None, :] + r[:, None], mask=valid, other=0.0)
+        if holds_no_number(x_new) != 0:
+            y = _careful(
+                state, C, decay, x_rows, row_weights, start, ring_len, s_x_row, s_C, r, r_in, live, seq_len, t, column,
+                c_in, N, ROWS, 16, LAZY, OPERAND,
+            )  # fmt: skip
+        y = finished(y, x_new, skip, gate, D is not None, z is not None)
+        tl.store(out + (t * s_out)[None, :] + r[:, None], y.to(out.dtype.element_ty), mask=valid)
