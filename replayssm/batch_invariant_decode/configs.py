@@ -87,7 +87,7 @@ class BatchTile(NamedTuple):
 
 
 def batch_tile(
-    headdim: int, dstate: int, chunk_size: int, input_bytes: int, tokens: int, lane_heads: int
+    headdim: int, dstate: int, chunk_size: int, input_bytes: int, tokens: int, lanes: int, nheads: int
 ) -> BatchTile | None:
     """Tile of the step in two launches; None where one launch is faster, or two do not fit.
 
@@ -97,9 +97,11 @@ def batch_tile(
         chunk_size: Q.
         input_bytes: bytes of one element of x.
         tokens: T.
-        lane_heads: lanes times heads.
+        lanes: R.
+        nheads: H.
     """
-    if input_bytes == 4 or lane_heads < 512:
+    # One launch is faster, until a lane folds: the more lanes, the more often one does.
+    if input_bytes == 4 or lanes * nheads < (256 if lanes >= 16 else 512):
         return None
     rows, columns = chunk_rows(chunk_size), padded(dstate)
     held = [  # bytes in shared memory: states in fp32, rows of x, and the two operands with a column for every token

@@ -68,8 +68,8 @@ SIZES = {
 @pytest.fixture(params=["one launch", "two launches"])
 def form(request, monkeypatch):
     """Steps take this form, whatever the size of the batch."""
-    lane_heads = 1 if request.param == "one launch" else 1 << 20
-    monkeypatch.setattr(launch, "batch_tile", lambda *sizes: batch_tile(*sizes[:-1], lane_heads))
+    lanes = 1 if request.param == "one launch" else 1 << 10
+    monkeypatch.setattr(launch, "batch_tile", lambda *sizes: batch_tile(*sizes[:5], lanes, sizes[6]))
 
 
 @pytest.mark.usefixtures("form")

@@ -146,7 +146,7 @@ def _launch(call: _Call, arrivals: Tensor | None) -> None:
     if lanes == 0 or H * P * N == 0:
         return
     element = call.new.x.element_size()
-    tile = None if call.chunk_starts is not None else batch_tile(P, N, call.chunk_size, element, T, lanes * H)
+    tile = None if call.chunk_starts is not None else batch_tile(P, N, call.chunk_size, element, T, lanes, H)
     if tile is None:
         _launch_one(call, step_tile(P, N, element), arrivals)
     else:
