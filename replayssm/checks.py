@@ -187,11 +187,11 @@ def check_dt_options(dt_softplus: object, dt_limit: Any) -> None:
 
 
 def as_device(name: str, value: object) -> torch.device:
-    """The device that an argument names.
+    """The device that an argument names, of several alike the current one.
 
     Raises:
         TypeError: neither a device nor a name.
-        ValueError: a name of no device.
+        ValueError: a name of no device, or a device that this machine does not have.
     """
     if not isinstance(value, (torch.device, str)):
         raise TypeError(f"{name}: expected a torch.device or its name, got {value!r} of type {type(value).__name__}")
@@ -199,11 +199,14 @@ def as_device(name: str, value: object) -> torch.device:
         device = torch.device(value)
     except RuntimeError as error:
         raise ValueError(f"{name}: expected a device of PyTorch, got {value!r}") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    if device.type != "cuda":
+        return device
+    if (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"{name}: expected a device of this machine, which has {torch.cuda.device_count()} for CUDA, got {value!r}"
         )
-    return device
+    # Another one may be current later.
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 
 def check_range(name: str, value: int, low: int, high: int, why: str = "") -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from replayssm.checks import (
+    as_device,
     check_device,
     check_dtype,
     check_packed,
@@ -122,3 +123,17 @@ def test_checked_mode(value, on, monkeypatch):
     else:
         monkeypatch.setenv("REPLAYSSM_CHECK", value)
     assert checked_mode() is on
+
+
+def test_a_device_is_one_that_the_machine_has(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert as_device("a", "cuda") == torch.device("cuda:1") and as_device("a", "cuda:0") == torch.device("cuda:0")
+    assert as_device("a", torch.device("cpu")) == torch.device("cpu")
+    for wrong, error, message in (
+        ("cuda:2", ValueError, r"^a: expected a device of this machine, which has 2 for CUDA, got 'cuda:2'$"),
+        ("abacus", ValueError, r"^a: expected a device of PyTorch, got 'abacus'$"),
+        (3, TypeError, r"^a: expected a torch.device or its name, got 3 of type int$"),
+    ):
+        with pytest.raises(error, match=message):
+            as_device("a", wrong)
