@@ -141,7 +141,8 @@ def test_lazy_equals_committing_every_step(backend, dtype):
             if live:
                 rows = (int(pool.ring_start[slot]) + torch.arange(live)) % ring_len
                 v_row, k_row, g_row, beta_row = (ring[slot][:, rows][None, None] for ring in rings)
-                commit(probe[None, slot : slot + 1], v_row, k_row, g_row, beta_row, int32([0]), int32([live]))
+                records = (v_row, k_row, g_row, beta_row, int32([0]), int32([live]))
+                commit(probe[None, slot : slot + 1], *records, backend="simt")
             assert torch.equal(probe[slot], eager[slot])
     assert flushes > 20
 
