@@ -82,3 +82,13 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _NOTHING
     return torch.cuda.device(device)
+
+
+@cache
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel may start before the one that it follows has ended: on NVIDIA GPUs from SM90 on."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    from triton import knobs  # which only devices need
+
+    return not knobs.runtime.interpret and torch.cuda.get_device_capability(device) >= (9, 0)

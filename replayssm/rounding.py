@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_WORD = 0xFFFFFFFF
+WORD = 0xFFFFFFFF
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _COLUMNS_PER_CALL = 8
@@ -92,8 +92,8 @@ def philox4x32(
         high0, low0 = _multiply_32x32(c0, _PHILOX_MULTIPLIERS[0])
         high1, low1 = _multiply_32x32(c2, _PHILOX_MULTIPLIERS[1])
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0 = (k0 + _PHILOX_KEY_STEPS[0]) & _WORD
-        k1 = (k1 + _PHILOX_KEY_STEPS[1]) & _WORD
+        k0 = (k0 + _PHILOX_KEY_STEPS[0]) & WORD
+        k1 = (k1 + _PHILOX_KEY_STEPS[1]) & WORD
     return tuple(torch.broadcast_tensors(c0, c1, c2, c3))  # fewer than four rounds do not mix every word into each
 
 
@@ -141,7 +141,7 @@ def noise_bits(seed: int, slot: int, shape: tuple[int, int, int], rounds: int = 
     calls = -(-columns // _COLUMNS_PER_CALL)
     head, row, call = (torch.arange(size, device="cpu") for size in (nheads, rows, calls))
     counter = (torch.tensor(slot, device="cpu"), head.view(-1, 1, 1), row.view(1, -1, 1), call)
-    words = torch.stack(philox4x32(counter, (seed & _WORD, (seed >> 32) & _WORD), rounds), dim=-1)
+    words = torch.stack(philox4x32(counter, (seed & WORD, (seed >> 32) & WORD), rounds), dim=-1)
     halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
     return halves.view(nheads, rows, calls * _COLUMNS_PER_CALL)[..., :columns]
 
@@ -167,7 +167,7 @@ def float_codes(values: Tensor, dtype: torch.dtype, noise: Tensor | None = None)
         1.0
     """
     form = FORMATS[dtype]
-    bits = values.contiguous().view(torch.int32).to(torch.int64) & _WORD
+    bits = values.contiguous().view(torch.int32).to(torch.int64) & WORD
     magnitude = bits & 0x7FFFFFFF
     exponent = magnitude >> 23
     mantissa = (magnitude & 0x7FFFFF) | ((exponent > 0).long() << 23)

@@ -39,3 +39,18 @@ def test_values_are_looked_at_in_the_checked_mode_only(monkeypatch):
     monkeypatch.setenv("REPLAYSSM_CHECK", "1")
     run(torch.zeros(1), 2)
     assert calls == [("op", 1), ("check", 2), ("op", 2)]
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "interpret", "expected"),
+    [("cpu", (9, 0), False, False), ("cuda:1", (8, 9), False, False), ("cuda:1", (9, 0), True, False),
+     ("cuda:1", (9, 0), False, True), ("cuda:1", (10, 3), False, True)],
+)  # fmt: skip
+def test_kernels_overlap_from_sm90_on(monkeypatch, device, capability, interpret, expected):
+    knobs = pytest.importorskip("triton.knobs")
+    monkeypatch.setattr(knobs.runtime, "interpret", interpret)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", {torch.device("cuda", 1): capability}.__getitem__)
+    assert dispatch.overlaps.__wrapped__(torch.device(device)) is expected
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert dispatch.overlaps.__wrapped__(torch.device(device)) is False

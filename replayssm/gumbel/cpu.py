@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from replayssm.gumbel.configs import STREAM
-from replayssm.rounding import philox4x32
-
-_WORD = 0xFFFFFFFF
+from replayssm.rounding import WORD, philox4x32
 
 
 def gumbel_noise(out: Tensor, seeds: Tensor, requests: Tensor, positions: Tensor) -> None:
@@ -16,9 +14,9 @@ def gumbel_noise(out: Tensor, seeds: Tensor, requests: Tensor, positions: Tensor
     vocab_size = out.shape[-1]
     blocks = torch.arange((vocab_size + 3) // 4, dtype=torch.int64, device=out.device)
     counter = torch.broadcast_tensors(
-        blocks, positions[..., None] & _WORD, requests[..., None] & _WORD, torch.full_like(blocks, STREAM)
+        blocks, positions[..., None] & WORD, requests[..., None] & WORD, torch.full_like(blocks, STREAM)
     )
-    key = (seeds[..., None] & _WORD, (seeds[..., None] >> 32) & _WORD)
+    key = (seeds[..., None] & WORD, (seeds[..., None] >> 32) & WORD)
     words = torch.stack(philox4x32(counter, key), dim=-1).flatten(-2)[..., :vocab_size]
     out.copy_(words)
     out.add_(0.5).mul_(2.0**-32).log_().neg_().log_().neg_()

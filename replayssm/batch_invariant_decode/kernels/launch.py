@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from replayssm.batch_invariant_decode.configs import BatchTile, StepTile, batch_
 from replayssm.batch_invariant_decode.kernels.batch import prepare_kernel
 from replayssm.batch_invariant_decode.kernels.step import step_kernel
 from replayssm.batch_invariant_decode.kernels.stream import stream_kernel
+from replayssm.dispatch import overlaps
 from replayssm.ssd.configs import padded
 from replayssm.ssd.kernels.launch import OPERANDS, packed, stride
 
@@ -177,7 +177,7 @@ def _launch_one(call: _Call, tile: StepTile, arrivals: Tensor | None) -> None:
 def _launch_two(call: _Call, tile: BatchTile) -> None:
     """Weights first, then the states, the second launch beginning while the last programs of the first still run."""
     (lanes, T, H, P), (G, N) = call.out.shape, call.rows.B.shape[2:]
-    rows, new, overlap = call.rows, call.new, overlapping(call.out.device)
+    rows, new, overlap = call.rows, call.new, overlaps(call.out.device)
     cursors = torch.empty(lanes, 2, dtype=torch.int32, device=call.out.device)
     work = (cursors, *scratch(lanes, H, T, chunk_rows(call.chunk_size), new.x))
     shared = {**call.constants(), "OVERLAP": overlap}
@@ -203,14 +203,6 @@ def _launch_two(call: _Call, tile: BatchTile) -> None:
         BT=min(tile.fold_tokens, shared["ROWS"]), MOVED=tile.moved, ONE=T == 1, LAZY=call.ring_start is not None,
         num_warps=tile.warps, maxnreg=tile.registers, launch_pdl=overlap, **shared,
     )  # fmt: skip
-
-
-@cache
-def overlapping(device: torch.device) -> bool:
-    """Whether a launch may begin before the one ahead of it has ended: from compute capability 9.0 on."""
-    if triton.knobs.runtime.interpret or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def scratch(lanes: int, nheads: int, tokens: int, rows: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,7 +1,5 @@
 """What the kernels of the family share: reading tokens and states, and what launchers need to know."""
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -18,14 +16,6 @@ def stride(tensor: Tensor | None, axis: int) -> int:
 def can_fetch() -> bool:
     """Whether ``fetch``, which is PTX, can run."""
     return not triton.knobs.runtime.interpret and torch.version.hip is None
-
-
-@cache
-def overlaps(device: torch.device) -> bool:
-    """Whether a kernel may start before the one that it follows has ended: from SM90 on."""
-    if triton.knobs.runtime.interpret or device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @triton.jit

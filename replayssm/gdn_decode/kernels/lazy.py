@@ -15,12 +15,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm.delta_rule.kernels import dot, exp, log_decay, near_inverse_norm, strength, total
+from replayssm.dispatch import overlaps
 from replayssm.gdn_decode.configs import lazy_tile, next_power_of_2
 from replayssm.gdn_decode.kernels.common import (
     can_fetch,
     fetch_values,
     load_rows,
-    overlaps,
     replay,
     ring_row,
     rounded,

@@ -13,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from replayssm.dispatch import overlaps
 from replayssm.gdn_decode.configs import tensor_core_tile
-from replayssm.gdn_decode.kernels.common import overlaps, stride
+from replayssm.gdn_decode.kernels.common import stride
 from replayssm.gdn_decode.kernels.tensor_core_solve import solve_ahead
 from replayssm.gdn_decode.kernels.tensor_core_tiles import (
     as_operand,

@@ -12,8 +12,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from replayssm.dispatch import overlaps
 from replayssm.gdn_decode.configs import fold_tile
-from replayssm.gdn_decode.kernels.common import fetch, overlaps, stride
+from replayssm.gdn_decode.kernels.common import fetch, stride
 from replayssm.gdn_decode.kernels.tensor_core import PARTS
 from replayssm.gdn_decode.kernels.tensor_core_solve import solve_recorded
 from replayssm.gdn_decode.kernels.tensor_core_tiles import (
