@@ -80,8 +80,9 @@ def test_sizes(sizes, backend):
     check(lazy_call((2, 6), 3, 7, H=H, HV=HV, K=K, V=V), backend=backend)
 
 
-def test_narrow_rings_round_what_is_used():
-    call = lazy_call((2, 6), 3, 7, ring_dtype=torch.bfloat16)
+@pytest.mark.parametrize("starts", [(0, 0), (6, 2)])  # behind (6, 2) both requests' new rows cross the ring's end
+def test_narrow_rings_round_what_is_used(starts):
+    call = lazy_call((2, 6), 3, 7, starts=starts, ring_dtype=torch.bfloat16)
     rounded = {name: getattr(call, name).bfloat16().float() for name in "kv"}
     assert torch.equal(check(call).output, call.run(**rounded).output)
     assert not torch.equal(call.k, rounded["k"])

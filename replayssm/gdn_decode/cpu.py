@@ -157,7 +157,8 @@ def gated_delta_rule_checkpointing(
             start, live = start + live, 0
         at = _rows(start + live, T, ring_len)
         for ring, new in zip(rings, (v, k, g, beta), strict=True):
-            ring[slot][:, at] = new[row].transpose(0, 1)
+            # Rows that cross the ring's end are a list, into which PyTorch stores values of the same type only.
+            ring[slot][:, at] = new[row].transpose(0, 1).to(ring.dtype)
         tokens = _recorded(rings, slot, start, live + T, use_qk_l2norm)
         _RUN[backend](state[slot], tokens, queries[row], output[row], ())
 
