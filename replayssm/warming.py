@@ -119,7 +119,8 @@ def warmup(
         if dtype not in allowed:
             raise ValueError(f"{name}: expected {' or '.join(map(str, allowed))}, got {dtype}")
     if not is_pool:
-        return _model_warmup(target, tokens, batch, window, longest_prompt, exact)
+        with _target_named():
+            return _model_warmup(target, tokens, batch, window, longest_prompt, exact)
     for count in tokens:
         check_range("tokens", count, 1, target.max_tokens, "the pool's max_tokens")
     if target.device.type == "cpu":
@@ -134,6 +135,17 @@ def warmup(
             _materialize(target, slots.long(), parameter_dtype)
         _commit(target)
     return done
+
+
+@contextmanager
+def _target_named() -> Iterator[None]:
+    """Errors of ``replayssm.hf`` name a model as its functions do; here the argument is called ``target``."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if str(error).startswith("model: "):
+            error.args = (f"target: {str(error).removeprefix('model: ')}",)
+        raise
 
 
 def _model_warmup(

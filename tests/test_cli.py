@@ -12,6 +12,7 @@ import pytest
 import torch
 from cli_models import COMMAND, ENVIRONMENT, PROMPT, ROOT, save_model
 
+import replayssm.models
 from replayssm.cli import main
 
 transformers = pytest.importorskip("transformers")
@@ -316,7 +317,25 @@ def test_compare(capsys, model):
     report = _json(capsys, *arguments)
     assert [way["name"] for way in report["ways"]] == ["transformers", "replay", "replay + drafts"]
     assert report["equal"] is True
-    assert report["memory"]["replay"] < report["memory"]["snapshots"]
+    assert report["memory"]["replay"] < report["memory"]["snapshots"] and report["memory"]["key_values"] == 0
+    assert "keys and values" not in out
+
+
+def test_compare_counts_keys_and_values(capsys):
+    arguments = ["generate", "tiny-gdn-hybrid", "--prompt", PROMPT, "--max-new-tokens", "20", "--compare"]
+    assert main(arguments) == 0
+    assert "keys and values of attention: " in " ".join(capsys.readouterr().out.split())
+    report = _json(capsys, *arguments)
+    theirs, plain, drafted = report["ways"]
+    key = "key_value_bytes_read_per_token", "key_value_bytes_written_per_token"
+    assert [theirs[name] for name in key] == [None, None]
+    # Keys and values in fp32 of as many layers as have attention: every token is written once, drafts besides.
+    config = transformers.AutoConfig.from_pretrained(replayssm.models.path("tiny-gdn-hybrid"))
+    layers = config.layer_types.count("full_attention")
+    row = layers * 2 * config.num_key_value_heads * config.head_dim * 4
+    assert plain[key[1]] == pytest.approx(row * 19 / 20)  # the last token is not read any more
+    assert drafted[key[1]] >= plain[key[1]] and min(way[key[0]] for way in (plain, drafted)) > row
+    assert report["memory"]["key_values"] >= row * 20
 
 
 def test_the_shipped_model_is_the_default():

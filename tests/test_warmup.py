@@ -42,7 +42,7 @@ def test_refused(options, message):
 def test_refused_types():
     with pytest.raises(TypeError, match=r"tokens: expected an int, got 2\.5"):
         replayssm.warmup(make_pool(), tokens=(2.5,))
-    with pytest.raises(TypeError, match="model: expected a transformers PreTrainedModel, got Linear"):
+    with pytest.raises(TypeError, match="target: expected a transformers PreTrainedModel, got Linear"):
         replayssm.warmup(torch.nn.Linear(2, 3))
     with pytest.raises(AttributeError, match="no attribute 'warm_up'"):
         replayssm.warm_up  # noqa: B018
@@ -86,7 +86,7 @@ def test_a_model_is_checked_and_left_as_it_is():
     for options in (dict(tokens=(65,)), dict(window=65), dict(batch=(0,)), dict(longest_prompt=0)):
         with pytest.raises(ValueError, match=f"{next(iter(options))}: expected 1 <= "):
             replayssm.warmup(model, **options)
-    with pytest.raises(ValueError, match="no recurrent layers"):
+    with pytest.raises(ValueError, match=r"^target: GPT2LMHeadModel .* has no recurrent layers"):
         replayssm.warmup(GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=20)))
     # What would run on a GPU.
     from replayssm.hf import attach

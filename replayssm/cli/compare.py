@@ -102,6 +102,7 @@ def _report(loaded: Loaded, options: argparse.Namespace, ways: list[Way]) -> dic
         "memory": {
             "state": state,
             "replay": stats.slot_bytes,
+            "key_values": stats.key_value_bytes,
             "snapshots": state + plan.snapshot_bytes(layers, num_tokens=tokens),
         },
     }
@@ -129,10 +130,15 @@ def _way(way: Way, base: Way, state: int) -> dict[str, Any]:
         # Ordinary decoding reads and writes every state for every token.
         "state_bytes_read_per_token": float(state),
         "state_bytes_written_per_token": float(state),
+        # What transformers' caches move is not counted.
+        "key_value_bytes_read_per_token": None,
+        "key_value_bytes_written_per_token": None,
     }
     if result.stats is not None:
         row["state_bytes_read_per_token"] = result.stats.state_bytes_read_per_token
         row["state_bytes_written_per_token"] = result.stats.state_bytes_written_per_token
+        row["key_value_bytes_read_per_token"] = result.stats.key_value_bytes_read / result.stats.new_tokens
+        row["key_value_bytes_written_per_token"] = result.stats.key_value_bytes_written / result.stats.new_tokens
         row["accept_rate"] = result.stats.accept_rate if result.stats.drafted else None
     return row
 
@@ -161,7 +167,20 @@ def _print(report: dict[str, Any], console: Console) -> None:
         f"with the ring {_size(memory['replay'])} ({memory['replay'] / memory['state']:.2f}x), "
         f"with snapshots of {tokens} tokens {_size(memory['snapshots'])} ({memory['snapshots'] / memory['state']:.2f}x)"
     )
+    if memory["key_values"]:
+        console.print(_keys(report))
     console.print(_verdict(report))
+
+
+def _keys(report: dict[str, Any]) -> str:
+    """What attention's keys and values take and move, in words; transformers' own cache is not counted."""
+    moved = "; ".join(
+        f"{way['name']} reads {_size(way['key_value_bytes_read_per_token'])} "
+        f"and writes {_size(way['key_value_bytes_written_per_token'])} a token"
+        for way in report["ways"]
+        if way["key_value_bytes_read_per_token"] is not None
+    )
+    return f"keys and values of attention: {_size(report['memory']['key_values'])}; {moved}"
 
 
 def _verdict(report: dict[str, Any]) -> str:
