@@ -29,9 +29,9 @@ def test_a_backend_that_is_named_is_taken(backend):
 def test_auto(monkeypatch):
     monkeypatch.setattr(configs, "_measured", lambda device: device.type == "cuda")
     verify = configs.verify_backend
-    assert verify("auto", GPU, bf16, 2) == verify("auto", GPU, f32, 4) == "tensor_core"
+    assert verify("auto", GPU, bf16, 3) == verify("auto", GPU, f32, 4) == "tensor_core"
     assert windows() == windows(rows=4, K=64) == "tensor_core"
-    verifies = [(CPU, bf16, 8), (GPU, bf16, 1), (GPU, f32, 3)]
+    verifies = [(CPU, bf16, 8), (GPU, bf16, 2), (GPU, f32, 3)]
     assert {verify("auto", *arguments) for arguments in verifies} == {"simt"}
     others = ({"rows": 3}, {"K": 256}, {"device": CPU}, {"state": bf16}, {"keys": f32})
     assert {windows(**change) for change in others} == {"simt"}

@@ -120,7 +120,7 @@ def test_lazy_equals_committing_every_step(backend, dtype):
             q, k, v = randn(1, T, H, K).to(dtype), randn(1, T, H, K).to(dtype), randn(1, T, HV, V).to(dtype)
             a, b = randn(1, T, HV), randn(1, T, HV)
             expected = gated_delta_rule_mtp(
-                q, k, v, eager, index, A_log, a, dt_bias, b, disable_state_update=True
+                q, k, v, eager, index, A_log, a, dt_bias, b, disable_state_update=True, backend="simt"
             )[0]  # fmt: skip
             before = state.clone()
             output = gated_delta_rule_checkpointing(

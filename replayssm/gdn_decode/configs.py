@@ -22,7 +22,7 @@ def verify_backend(backend: str, device: torch.device, dtype: torch.dtype, seq_l
     """
     if backend != "auto":
         return backend
-    few = 1 if dtype == torch.bfloat16 else 3
+    few = 2 if dtype == torch.bfloat16 else 3
     return "tensor_core" if _measured(device) and seq_len > few else "simt"
 
 

@@ -99,7 +99,8 @@ def gated_delta_rule_mtp(
         backend: ``"simt"``: fp32, one token after the other; with fp32 states the same bits for every split of the
             tokens into calls. ``"tensor_core"``: one pass over the state for all tokens (``docs/maths.md`` §7); on a
             GPU for frozen states without snapshots, others run simt. ``"auto"``: on a GPU of SM90 tensor_core for
-            frozen states without snapshots and two or more tokens in bf16, four or more in another type; else simt.
+            frozen states without snapshots and three or more tokens in bf16, four or more in another type; else
+            simt.
 
     Returns:
         ``(output, initial_state)``.
