@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from replayssm.cli import main
+
 ROOT = Path(__file__).parent.parent
 COMMAND = [sys.executable, "-m", "replayssm"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TERM": "xterm", "COLUMNS": "80"}
@@ -32,3 +34,14 @@ def save_model(folder: Path, seed: int) -> str:
     torch.manual_seed(seed)
     transformers.Mamba2ForCausalLM(config).save_pretrained(folder)
     return str(folder)
+
+
+def fails(capsys, arguments, exit_code, *fragments):
+    """The command prints nothing and ends with one error in its last line, which has these fragments; its stderr."""
+    assert main(arguments) == exit_code
+    out, err = capsys.readouterr()
+    last = err.splitlines()[-1]
+    assert out == "" and last.startswith("replayssm: error: ") and err.count("replayssm: error: ") == 1, err
+    for fragment in fragments:
+        assert fragment in last
+    return err

@@ -14,3 +14,11 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _fixed_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def little_timing(monkeypatch):
+    """What is timed does not matter: few bytes to find the copy ceiling, few buffers, few rounds."""
+    monkeypatch.setattr("replayssm.bench.timing._COPY", {"cpu": 1 << 12})
+    monkeypatch.setattr("replayssm.bench.timing._MOST_SETS", {"cpu": 2})
+    monkeypatch.setattr("replayssm.bench.timing._CPU_SECONDS", 0.001)

@@ -76,3 +76,20 @@ def random_case(
 
 def int32(*values):
     return torch.tensor(values, dtype=torch.int32)
+
+
+WRITTEN = ("out", "final_states", "boundary_states", "chunk_states")
+
+
+def full_arguments():
+    """A call with every argument: two sequences, of 25 and 15 tokens, that go on in slots 2 and 0 of 4."""
+    case, slots = random_case(40), 4
+    (H, P, G, N), Q, T = case.sizes, case.chunk_size, len(case.x)
+    states = {name: torch.full((2, H, P, N), 7.0) for name in ("final_states", "boundary_states")}
+    return {
+        **case.arguments(), "cu_seqlens": int32(0, 25, T), "initial_states": torch.randn(2, H, P, N),
+        "x_buffer": torch.randn(slots, Q, H, P), "dt_buffer": torch.randn(slots, Q, H),
+        "B_buffer": torch.randn(slots, Q, G, N), "num_buffered": int32(3, 0, 15, 7), "ring_start": int32(0, 15, 1, 2),
+        "batch_indices": torch.tensor([2, 0]), "out": torch.full((T, H, P), 7.0), **states,
+        "chunk_states": torch.full((T // Q + 2, H, P, N), 7.0),
+    }  # fmt: skip

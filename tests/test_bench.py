@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from cli_models import fails
 
 from replayssm.bench import FAMILIES, BadOption, Options, WrongAnswer, mamba_buffers, report, vary
 from replayssm.bench import mamba as family
@@ -16,29 +17,13 @@ from replayssm.bench.timing import Timer, interleaved_time, one_thread, verify
 from replayssm.cli import main
 
 TINY = ["bench", "mamba", "--device", "cpu", "--quick", "--heads", "6", "--groups", "2", "--state-dtype", "fp32"]
+pytestmark = pytest.mark.usefixtures("little_timing")
 COMMON = ("us", "bytes", "floor_us", "of_ceiling", "error")
-
-
-@pytest.fixture(autouse=True)
-def _little_work(monkeypatch):
-    """One buffer set of 6 heads takes milliseconds; what is timed does not matter here."""
-    monkeypatch.setattr("replayssm.bench.timing._COPY", {"cpu": 1 << 12})
-    monkeypatch.setattr("replayssm.bench.timing._MOST_SETS", {"cpu": 2})
-    monkeypatch.setattr("replayssm.bench.timing._CPU_SECONDS", 0.001)
 
 
 def _rows(capsys, *arguments):
     assert main([*TINY, *arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)["tables"]
-
-
-def _fails(capsys, arguments, exit_code, *fragments):
-    assert main(arguments) == exit_code
-    out, err = capsys.readouterr()
-    last = err.splitlines()[-1]
-    assert out == "" and last.startswith("replayssm: error: ") and err.count("replayssm: error: ") == 1, err
-    for fragment in fragments:
-        assert fragment in last
 
 
 def test_the_bytes_of_a_step():
@@ -96,7 +81,7 @@ def test_a_wrong_step_is_an_error_and_not_timed(capsys, monkeypatch, name):
 
     monkeypatch.setattr(mamba_buffers, "checkpointing_ssu", spoils)
     monkeypatch.setattr(family, "checkpointing_ssu", lambda **arguments: pytest.fail("timed"))
-    _fails(capsys, [*TINY, "--op", "step", "--mode", "flush"], 1, "relative error", "flush, batch 1")
+    fails(capsys, [*TINY, "--op", "step", "--mode", "flush"], 1, "relative error", "flush, batch 1")
 
 
 def test_a_wrong_materialize_is_an_error(capsys, monkeypatch):
@@ -108,7 +93,7 @@ def test_a_wrong_materialize_is_an_error(capsys, monkeypatch):
             right(*tables, **options)
 
     monkeypatch.setattr(mamba_buffers, "replayssm_materialize", forgets)
-    _fails(capsys, [*TINY, "--op", "materialize"], 1, "materialize, prefix 0", "relative error")
+    fails(capsys, [*TINY, "--op", "materialize"], 1, "materialize, prefix 0", "relative error")
 
 
 def test_verify_refuses_what_is_no_number():
@@ -155,11 +140,21 @@ def test_vary_keeps_the_order_and_drops_doubles():
     assert vary(lines[:1], a=[5, 4]) == [Line(5, "x"), Line(4, "x")]
 
 
-def test_impossible_sizes_are_named():
-    with pytest.raises(BadOption, match="6 heads cannot share 4 groups"):
-        family.cases(Options(heads=[6], groups=[4]))
-    with pytest.raises(BadOption, match="at most 16 tokens"):
-        family.cases(Options(tokens=[17]))
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("mamba", Options(heads=(6,), groups=(4,)), "6 heads cannot share 4 groups evenly"),
+        ("mamba", Options(tokens=(17,)), "at most 16 tokens"),
+        ("gdn", Options(heads=(6,), groups=(4,)), "6 value heads cannot share 4 key heads"),
+        ("gdn", Options(tokens=(17,)), "at most 16 tokens"),
+        ("exact", Options(heads=(6,), groups=(4,)), "6 heads cannot share 4 groups evenly"),
+        ("exact", Options(tokens=(65,), quick=True), "at most 64 tokens, a chunk"),
+        ("exact", Options(tokens=(4,), modes=("chunk",)), "mode chunk commits every token"),
+    ],
+)
+def test_options_that_cannot_be_measured(name, options, message):
+    with pytest.raises(BadOption, match=message):
+        importlib.import_module(f"replayssm.bench.{name}").cases(options)
 
 
 @pytest.mark.parametrize(
@@ -179,17 +174,17 @@ def test_impossible_sizes_are_named():
     ],
 )
 def test_wrong_use_is_one_line(capsys, arguments, code, fragment):
-    _fails(capsys, arguments, code, fragment)
+    fails(capsys, arguments, code, fragment)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_a_missing_device_is_named(capsys):
-    _fails(capsys, ["bench", "mamba", "--device", "cuda"], 1, "no CUDA device")
+    fails(capsys, ["bench", "mamba", "--device", "cuda"], 1, "no CUDA device")
 
 
 def test_pictures_without_matplotlib_are_refused_at_once(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("replayssm.cli.bench.find_spec", lambda name: None)
-    _fails(capsys, [*TINY, "--plot", "--output", str(tmp_path)], 1, "pip install 'replayssm[bench]'")
+    fails(capsys, [*TINY, "--plot", "--output", str(tmp_path)], 1, "pip install 'replayssm[bench]'")
 
 
 def test_csv_files_read_back_and_name_their_conditions(capsys, monkeypatch, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from replayssm.batch_invariant_decode import BatchInvariantDecodeBuffers, batch_invariant_decode_buffered_scan
-from replayssm.bench import BadOption, Options, WrongAnswer, exact_peers
+from replayssm.bench import WrongAnswer, exact_peers
 from replayssm.bench import exact as family
 from replayssm.bench.timing import Timer
 from replayssm.cli import main
@@ -26,19 +26,6 @@ def test_tables(capsys):
         assert row["us"] > row["floor_us"] > 0 and row["error"] == 0 and row["peers"] is None
     (scan,) = tables["chunk_scan"]
     assert scan["bytes"] == 4 * scan["length"] * (3 * 6 * 64 + 2 * 2 * 128 + 6)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (Options(heads=(6,), groups=(4,)), "6 heads cannot share 4 groups evenly"),
-        (Options(tokens=(65,), quick=True), "at most 64 tokens, a chunk"),
-        (Options(tokens=(4,), modes=("chunk",)), "mode chunk commits every token"),
-    ],
-)
-def test_options_that_cannot_be_measured(options, message):
-    with pytest.raises(BadOption, match=message):
-        family.cases(options)
 
 
 def test_other_bits_are_never_timed(monkeypatch):

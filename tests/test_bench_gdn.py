@@ -8,21 +8,15 @@ from functools import partial
 import pytest
 import torch
 
-from replayssm.bench import BadOption, Options, gdn_buffers, gdn_peers
+from replayssm.bench import Options, gdn_buffers, gdn_peers
 from replayssm.bench import gdn as family
 from replayssm.bench import plot as plot_module
 from replayssm.bench.timing import Timer
 from replayssm.cli import main
 
 TINY = ["bench", "gdn", "--device", "cpu", "--quick", "--heads", "6", "--groups", "2", "--batch", "5"]
+pytestmark = pytest.mark.usefixtures("little_timing")
 COMMON = ("us", "bytes", "floor_us", "of_ceiling", "error")
-
-
-@pytest.fixture(autouse=True)
-def _little_work(monkeypatch):
-    monkeypatch.setattr("replayssm.bench.timing._COPY", {"cpu": 1 << 12})
-    monkeypatch.setattr("replayssm.bench.timing._MOST_SETS", {"cpu": 2})
-    monkeypatch.setattr("replayssm.bench.timing._CPU_SECONDS", 0.001)
 
 
 def _tables(capsys, *arguments):
@@ -118,13 +112,6 @@ def test_the_standard_table_has_the_cases_of_the_targets():
         assert f"fp32 state, 32/16 heads, lazy, 1 token(s), batch {batch}" in labels
     for accepted in (1, 8):
         assert f"fp32 state, 32/16 heads, commit {accepted} token(s), batch 64" in labels
-
-
-def test_impossible_sizes_are_named():
-    with pytest.raises(BadOption, match="6 value heads cannot share 4 key heads"):
-        family.cases(Options(heads=[6], groups=[4]))
-    with pytest.raises(BadOption, match="at most 16 tokens"):
-        family.cases(Options(tokens=[17]))
 
 
 def test_published_numbers_are_of_their_sizes():

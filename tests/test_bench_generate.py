@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cli_models import save_model
+from cli_models import fails, save_model
 
 from replayssm.bench import GenerateOptions
 from replayssm.cli import main
@@ -15,6 +15,7 @@ from replayssm.cli import main
 pytest.importorskip("transformers")
 from replayssm.bench import generate, ways
 
+pytestmark = pytest.mark.usefixtures("little_timing")
 SHORT = ["--device", "cpu", "--prompt-tokens", "13", "--max-new-tokens", "9", "--repeats", "1"]
 
 
@@ -23,22 +24,11 @@ def model(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("model"), seed=3)
 
 
-@pytest.fixture(autouse=True)
-def _small_copy(monkeypatch):
-    monkeypatch.setattr("replayssm.bench.timing._COPY", {"cpu": 1 << 12})
-
-
 def _rows(capsys, *arguments):
     assert main(["bench", "generate", *arguments, *SHORT, "--json"]) == 0
     ((name, rows),) = json.loads(capsys.readouterr().out)["tables"].items()
     assert name.startswith("generate-")
     return rows
-
-
-def _fails(capsys, arguments, exit_code, fragment):
-    assert main(["bench", "generate", *arguments]) == exit_code
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("replayssm: error: ") == 1 and fragment in err.splitlines()[-1], err
 
 
 def test_rows(capsys, model):
@@ -98,7 +88,7 @@ def test_wrong_tokens_are_an_error(capsys, monkeypatch, model, dtype, words):
     monkeypatch.setattr(generate, "by_replay", _with_another_token(ways.by_replay, ("lookup",)))
     monkeypatch.setattr(generate, "_LARGEST_GAP", {"bfloat16": 1e-3})
     monkeypatch.setattr(generate, "measure", lambda *_, **__: pytest.fail("timed"))
-    _fails(capsys, [model, "--dtype", dtype, *SHORT], 1, words)
+    fails(capsys, ["bench", "generate", model, "--dtype", dtype, *SHORT], 1, words)
 
 
 def test_transformers_may_be_stopped_early(capsys, model):
@@ -107,11 +97,11 @@ def test_transformers_may_be_stopped_early(capsys, model):
 
 
 def test_wrong_use(capsys, model, tmp_path):
-    _fails(capsys, ["--random", "130m", model], 2, "--random: expected it alone")
-    _fails(capsys, ["--random", "9t"], 2, "invalid choice")
-    _fails(capsys, ["--max-new-tokens", "1"], 2, "expected an integer of at least 2")
-    _fails(capsys, [model, "--prompt-tokens", "10000000"], 2, "--prompt-tokens: at most")
-    _fails(capsys, [str(tmp_path)], 1, f"cannot load the tokenizer from '{tmp_path}'")
+    fails(capsys, ["bench", "generate", "--random", "130m", model], 2, "--random: expected it alone")
+    fails(capsys, ["bench", "generate", "--random", "9t"], 2, "invalid choice")
+    fails(capsys, ["bench", "generate", "--max-new-tokens", "1"], 2, "expected an integer of at least 2")
+    fails(capsys, ["bench", "generate", model, "--prompt-tokens", "10000000"], 2, "--prompt-tokens: at most")
+    fails(capsys, ["bench", "generate", str(tmp_path)], 1, f"cannot load the tokenizer from '{tmp_path}'")
 
 
 def test_ways_run_in_turn_and_their_medians_count():

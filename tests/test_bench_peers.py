@@ -12,13 +12,7 @@ from replayssm.bench.apart import Apart
 from replayssm.bench.timing import Timer
 from replayssm.cli import bench as bench_command
 
-
-@pytest.fixture(autouse=True)
-def _little_work(monkeypatch):
-    monkeypatch.setattr("replayssm.bench.timing._COPY", {"cpu": 1 << 12})
-    monkeypatch.setattr("replayssm.bench.timing._CPU_SECONDS", 0.001)
-
-
+pytestmark = pytest.mark.usefixtures("little_timing")
 LINE = family.Step("bf16", 128, 8, 4, "mix", 32)
 
 

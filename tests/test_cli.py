@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 import torch
-from cli_models import COMMAND, ENVIRONMENT, PROMPT, ROOT, save_model
+from cli_models import COMMAND, ENVIRONMENT, PROMPT, ROOT, fails, save_model
 
 import replayssm.models
 from replayssm.cli import main
@@ -35,12 +35,8 @@ def _subprocess(*arguments, **options):
 
 
 def _fails(capsys, arguments, exit_code, *fragments):
-    assert main(arguments) == exit_code
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("replayssm: error: ") and err.count("\n") == 1, err
-    for fragment in fragments:
-        assert fragment in err
+    err = fails(capsys, arguments, exit_code, *fragments)
+    assert err.count("\n") == 1, err
 
 
 def _json(capsys, *arguments):

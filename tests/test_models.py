@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import subprocess
 import sys
 from itertools import pairwise
@@ -38,10 +37,6 @@ def recipe(monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.syspath_prepend(str(EXAMPLES))
     return importlib.import_module
-
-
-def heldout(name):
-    return json.loads((models.path(name) / "heldout.json").read_text(encoding="utf-8"))
 
 
 def test_package_stays_small(name):
@@ -90,7 +85,7 @@ def test_tokenizer_loses_nothing(loaded, text):
 
 
 def test_passages(name, loaded, recipe):
-    tokenizer, corpus, held_out = loaded[1], recipe("tiny_corpus"), heldout(name)
+    tokenizer, corpus, held_out = loaded[1], recipe("tiny_corpus"), models._heldout(name)
     assert tuple(passage["document"] for passage in held_out["passages"]) == corpus.HELD_OUT
     assert held_out["demo"]["document"] in corpus.HELD_OUT
     assert len(set(models.heldout_prompts(name))) == 20
@@ -122,7 +117,7 @@ def test_shared_runs_are_found(recipe):
 def test_held_out_loss(name, loaded):
     model, tokenizer = loaded
     losses = []
-    for passage in heldout(name)["passages"][::5]:
+    for passage in models._heldout(name)["passages"][::5]:
         prompt, continuation = (tokenizer(passage[part]).input_ids for part in ("prompt", "continuation"))
         ids = torch.tensor([prompt + continuation])
         with torch.inference_mode():

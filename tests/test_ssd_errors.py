@@ -4,30 +4,15 @@ import re
 
 import pytest
 import torch
-from ssd_cases import int32, random_case
+from ssd_cases import WRITTEN, full_arguments, int32, random_case
 
 from replayssm.ssd import chunk_scan
 
 H, P, G, N, Q, T, S = 6, 5, 2, 11, 16, 40, 4
 
 
-def arguments():
-    case = random_case(T)
-    return {
-        **case.arguments(), "cu_seqlens": int32(0, 25, T), "initial_states": torch.zeros(2, H, P, N),
-        "x_buffer": torch.zeros(S, Q, H, P), "dt_buffer": torch.zeros(S, Q, H), "B_buffer": torch.zeros(S, Q, G, N),
-        "num_buffered": int32(3, 0, 15, 7), "ring_start": int32(0, 15, 1, 2),
-        "batch_indices": torch.tensor([2, 0]), "out": torch.full((T, H, P), 7.0),
-        "final_states": torch.full((2, H, P, N), 7.0), "boundary_states": torch.full((2, H, P, N), 7.0),
-        "chunk_states": torch.full((T // Q + 2, H, P, N), 7.0),
-    }  # fmt: skip
-
-
-WRITTEN = ("out", "final_states", "boundary_states", "chunk_states")
-
-
 def refuse(message, error=ValueError, **changes):
-    call = {**arguments(), **changes}
+    call = {**full_arguments(), **changes}
     with pytest.raises(error, match=re.escape(message)):
         chunk_scan(**call)
     for name in WRITTEN:
@@ -36,17 +21,17 @@ def refuse(message, error=ValueError, **changes):
 
 
 def test_the_call_itself_is_right():
-    call = arguments()
+    call = full_arguments()
     chunk_scan(**call)
     assert not bool((call["out"] == 7.0).any())
 
 
-TENSORS = [name for name, value in arguments().items() if isinstance(value, torch.Tensor)]
+TENSORS = [name for name, value in full_arguments().items() if isinstance(value, torch.Tensor)]
 
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_rank(name):
-    refuse(f"{name}: expected shape [", **{name: arguments()[name].unsqueeze(0).unsqueeze(0)})
+    refuse(f"{name}: expected shape [", **{name: full_arguments()[name].unsqueeze(0).unsqueeze(0)})
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -61,13 +46,13 @@ def test_missing(name):
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_dtype(name):
-    refuse(f"{name}: expected ", **{name: arguments()[name].to(torch.float64)})
+    refuse(f"{name}: expected ", **{name: full_arguments()[name].to(torch.float64)})
 
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_device(name):
     refuse(f"{name}: expected device cpu, got meta" if name != "x" else "expected device meta",
-           **{name: arguments()[name].to("meta")})  # fmt: skip
+           **{name: full_arguments()[name].to("meta")})  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -84,7 +69,7 @@ def test_device(name):
     ],
 )
 def test_shape(name, shape, message):
-    dtype = arguments()[name].dtype
+    dtype = full_arguments()[name].dtype
     refuse(message, **{name: torch.zeros(shape, dtype=dtype)})
 
 
@@ -99,7 +84,7 @@ def test_incomplete_buffers(name):
 
 
 def test_buffers_shorter_than_a_chunk():
-    short = {name: arguments()[name][:, :15] for name in ("x_buffer", "dt_buffer", "B_buffer")}
+    short = {name: full_arguments()[name][:, :15] for name in ("x_buffer", "dt_buffer", "B_buffer")}
     refuse("x_buffer: expected at least chunk_size=16 rows a slot, got 15", **short)
 
 
@@ -110,7 +95,7 @@ def test_dt_is_not_rounded_on_its_way_into_the_buffer():
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_written_memory_is_packed_and_separate(name):
-    tensor = arguments()[name]
+    tensor = full_arguments()[name]
     refuse(f"{name}: expected axes 1..", **{name: torch.zeros(*tensor.shape[:-1], 20)[..., : tensor.shape[-1]]})
     refuse(f"{name}: expected elements with memory of their own", **{name: tensor[:1].expand(tensor.shape)})
 
@@ -175,7 +160,7 @@ def test_another_device_is_refused_in_words():
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
 def test_the_checked_mode_finds_numbers_that_are_not_finite(name, value, monkeypatch):
     monkeypatch.setenv("REPLAYSSM_CHECK", "1")
-    tensor = arguments()[name].clone()
+    tensor = full_arguments()[name].clone()
     tensor.flatten()[-1] = value
     refuse(f"{name}: expected finite values (REPLAYSSM_CHECK=1), got {value}", **{name: tensor})
 
@@ -183,8 +168,8 @@ def test_the_checked_mode_finds_numbers_that_are_not_finite(name, value, monkeyp
 @pytest.mark.parametrize("name", ["x_buffer", "dt_buffer", "B_buffer"])
 def test_the_checked_mode_looks_at_live_rows_only(name, monkeypatch):
     monkeypatch.setenv("REPLAYSSM_CHECK", "1")
-    tensor = torch.full_like(arguments()[name], torch.nan)
+    tensor = torch.full_like(full_arguments()[name], torch.nan)
     tensor[2, 1:16], tensor[0, 0:3] = 0.5, 0.5  # slot 2: 15 rows from row 1 on; slot 0: 3 rows from row 0 on
-    chunk_scan(**{**arguments(), name: tensor})
+    chunk_scan(**{**full_arguments(), name: tensor})
     tensor[2, 15] = torch.nan
     refuse(f"{name}: expected finite values (REPLAYSSM_CHECK=1), got nan", **{name: tensor})

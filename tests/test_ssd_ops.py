@@ -3,27 +3,11 @@
 import pytest
 import torch
 from op_cases import OPCHECK, handed_to
-from ssd_cases import int32, random_case
+from ssd_cases import WRITTEN, full_arguments, random_case
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from replayssm import ssd
 from replayssm.ssd import chunk_scan
-
-
-def full_call():
-    case = random_case(40)
-    H, P, G, N = case.sizes
-    return {
-        **case.arguments(), "cu_seqlens": int32(0, 25, 40), "initial_states": torch.randn(2, H, P, N),
-        "x_buffer": torch.randn(3, 16, H, P), "dt_buffer": torch.randn(3, 16, H), "B_buffer": torch.randn(3, 16, G, N),
-        "num_buffered": int32(3, 0, 15), "ring_start": int32(0, 15, 9),
-        "batch_indices": torch.tensor([2, 0]), "out": torch.zeros(40, H, P),
-        "final_states": torch.zeros(2, H, P, N), "boundary_states": torch.zeros(2, H, P, N),
-        "chunk_states": torch.zeros(4, H, P, N),
-    }  # fmt: skip
-
-
-WRITTEN = ("out", "final_states", "boundary_states", "chunk_states")
 
 
 def fresh(call):
@@ -32,7 +16,7 @@ def fresh(call):
 
 @pytest.mark.parametrize("full", [True, False])
 def test_opcheck(full):
-    call = full_call() if full else {**random_case(20).arguments(), "out": torch.zeros(20, 6, 5)}
+    call = full_arguments() if full else {**random_case(20).arguments(), "out": torch.zeros(20, 6, 5)}
     torch.library.opcheck(
         torch.ops.replayssm.chunk_scan.default, handed_to(ssd, "_op", lambda: chunk_scan(**call)), test_utils=OPCHECK
     )
@@ -45,7 +29,7 @@ def test_the_schema_tells_what_is_written():
 
 
 def test_compiled_equals_eager():
-    call = full_call()
+    call = full_arguments()
 
     def run(arguments, factor):
         out = chunk_scan(**{**arguments, "x": arguments["x"] * factor})
