@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -102,6 +103,11 @@ class Attachment:
     def attends(self) -> bool:
         """Whether the model has attention layers."""
         return "full_attention" in (getattr(self.base.config, "layer_types", None) or ())
+
+    @property
+    def takes_masks(self) -> bool:
+        """Whether the model's forward wants positions and masks; that of a hybrid without attention layers does too."""
+        return "position_ids" in inspect.signature(type(self.base).forward).parameters
 
     @property
     def adds_masks(self) -> bool:

@@ -107,7 +107,8 @@ class ReplayCache(FixedCache):
                 "exact: expected matrix products whose rows do not depend on how many are multiplied together, which "
                 f"those of this model on '{model.device}' do not; on a CPU torch.set_num_threads(1) usually helps"
             )
-        self._attention = KeyValueRows(batch_size, model.device, attachment.adds_masks) if attachment.attends else None
+        masked = attachment.takes_masks
+        self._attention = KeyValueRows(batch_size, model.device, attachment.adds_masks) if masked else None
         self.traffic = Traffic(self.pool, self._attention)
         self._slots = self.pool.allocate(batch_size)
         # Host copies of what the next forward needs, so that no device value is read back.

@@ -121,6 +121,25 @@ def test_eager_attention(name):
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
+def test_without_attention_layers(name):
+    # transformers cannot cache such a model, so it gets the whole text for every token.
+    model = fresh_model(name, layer_types=["linear_attention"] * HYBRIDS[name][1]["num_hidden_layers"])
+    prompts = make_prompts(name, (7, 3))
+    expected = []
+    for prompt in prompts:
+        text = torch.tensor([prompt])
+        for _ in range(COUNT):
+            with torch.no_grad():
+                newest = model(text, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+            text = torch.cat([text, newest], dim=1)
+        expected.append(text[0].tolist())
+    ids, mask = pad(prompts)
+    for draft in (None, oracle(expected, HITS["mixed"])):
+        out = hf.generate(model, ids, attention_mask=mask, draft=draft, num_draft_tokens=5, max_new_tokens=COUNT)
+        assert new_tokens(out, 7) == [text[-COUNT:] for text in expected]
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_logits_of_a_prompt_are_those_of_single_steps(name):
     """100 tokens: several blocks of the delta rule, and room for keys that grows in the prompt."""
     (prompt,) = make_prompts(name, (100,), seed=2)
