@@ -6,6 +6,7 @@ with what a pool really allocates, one layer at a time.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -55,4 +56,5 @@ def row(name: str, layer: Mamba2Layer, count: int, activations: torch.dtype) -> 
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()  # --help, and nothing else
     sys.exit(main())
