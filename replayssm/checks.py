@@ -164,6 +164,14 @@ def check_flag(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected a bool, got {value!r} of type {type(value).__name__}")
 
 
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise unless ``value`` is one of the strings that the option knows."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: expected a string, got {value!r}")
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
+
+
 def check_number(name: str, value: object) -> None:
     """Raise TypeError unless ``value`` is a number, in a compiled graph perhaps a symbolic one."""
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):

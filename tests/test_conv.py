@@ -363,6 +363,11 @@ def test_wrong_arguments_write_nothing(change, message):
             assert torch.equal(case[name], before[name])
 
 
+def test_an_activation_of_another_type():
+    with pytest.raises(TypeError, match="activation: expected None or 'silu', got 3"):
+        causal_conv1d_replay(**changed(activation=3)(make()))
+
+
 def test_other_devices_are_refused_in_plain_words():
     case = {name: value.to("meta") for name, value in make().items()}
     with pytest.raises(NotImplementedError, match=r"replayssm.conv: tensors on device 'meta' are not supported yet"):

@@ -118,6 +118,7 @@ def test_ways_to_keep_states_that_contradict_each_other():
 def test_options():
     call = mtp_call(3, T)
     refuse(call, "backend: expected one of auto, simt, tensor_core, got 'tcgen05'", backend="tcgen05")
+    refuse(call, "backend: expected a string, got 3", TypeError, backend=3)
     refuse(call, "scale: expected a number or None, got '1'", TypeError, scale="1")
     refuse(call, "scale: expected a finite number, got nan", scale=float("nan"))
     refuse(call, "use_qk_l2norm: expected a bool, got 1", TypeError, use_qk_l2norm=1)
@@ -193,6 +194,7 @@ def test_recorded_tensors(function):
 @pytest.mark.parametrize("function", [commit, materialize])
 def test_recorded_options(function):
     refuse_recorded(function, "backend: expected one of auto, simt, tensor_core, tcgen05, got 'fast'", backend="fast")
+    refuse_recorded(function, "backend: expected a string, got None", TypeError, backend=None)
     refuse_recorded(function, "backend: expected a GPU of SM10x for 'tcgen05', got device cpu", backend="tcgen05")
     refuse_recorded(function, "null_block_id: expected -1 <= null_block_id", null_block_id=-2)
     refuse_recorded(function, "null_block_id: expected an int, got 1.0", TypeError, null_block_id=1.0)

@@ -150,6 +150,8 @@ def _check(
     check_range("pad_slot_id", pad_slot_id, -(1 << 63), (1 << 63) - 1)
     if not 2 <= sizes["width"] <= 5:
         raise ValueError(f"weight: expected 2 <= width <= 5, got width={sizes['width']}")
+    if activation is not None and not isinstance(activation, str):
+        raise TypeError(f"activation: expected None or 'silu', got {activation!r}")
     if activation not in _ACTIVATIONS:
         raise ValueError(f"activation: expected None or 'silu', got {activation!r}")
     longest = sizes["T"] if max_seqlen is None else max_seqlen

@@ -11,6 +11,7 @@ from torch import Tensor
 from replayssm.checks import (
     FLOATS,
     INDICES,
+    check_choice,
     check_device,
     check_dtype,
     check_flag,
@@ -262,8 +263,7 @@ def _check_options(scale: object, backend: object) -> None:
             raise TypeError(f"scale: expected a number or None, got {scale!r}")
         if not -math.inf < scale < math.inf:  # not isfinite: it may be symbolic
             raise ValueError(f"scale: expected a finite number, got {scale}")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
+    check_choice("backend", backend, BACKENDS)
 
 
 def _check_backend(backend: object, device: torch.device) -> None:
@@ -273,5 +273,5 @@ def _check_backend(backend: object, device: torch.device) -> None:
         if capability is None or capability[0] != 10:
             came = f"device {device}" if capability is None else "SM{}{}".format(*capability)
             raise ValueError(f"backend: expected a GPU of SM10x for 'tcgen05', got {came}")
-    elif backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of {', '.join((*BACKENDS, 'tcgen05'))}, got {backend!r}")
+    else:
+        check_choice("backend", backend, (*BACKENDS, "tcgen05"))
