@@ -59,7 +59,9 @@ def step_tile(
     heads_per_group: int,
     heads: int,
 ) -> Tile:
-    """Tile of ``checkpointing_ssu``. No result depends on it: rows of a product are computed alike in every tile.
+    """Tile of ``checkpointing_ssu``. No result depends on the choice: these tiles compute the rows of a product alike.
+
+    Not every tile would: with fp32 inputs, several heads per program give other bits than one.
 
     A small batch has one program per block, which reads its state before it knows the cursors. A large one has a few
     heads per program, which share what the group shares and read the next head's state while they work on one.
