@@ -256,7 +256,8 @@ def test_refused_numbers_and_values():
     refuse(call, "T: expected 1 <= T <= 16 (tokens in q), got 17", **{
         name: getattr(lazy_call((3, 6), 17, 20), name) for name in ("q", "k", "v", "a", "b", "output")
     })  # fmt: skip
-    refuse(call, "backend: expected one of auto, simt, tensor_core, got None", backend=None)
+    refuse(call, "backend: expected one of auto, simt, tensor_core, got 'fast'", backend="fast")
+    refuse(call, "backend: expected a string, got None", TypeError, backend=None)
     refuse(call, "scale: expected a number or None, got True", TypeError, scale=True)
     refuse(call, "use_qk_l2norm: expected a bool, got 1", TypeError, use_qk_l2norm=1)
     refuse(call, "pad_slot_id: expected an int, got None", TypeError, pad_slot_id=None)
