@@ -97,8 +97,7 @@ def gated_delta_rule_replayssm_commit(
     )  # fmt: skip
     _commit(
         checkpoint_state, rawv_cache, rawk_cache, g_cache, beta_cache, state_indices, accept_lens, track_state_indices,
-        track_steps, use_qk_l2norm, null_block_id,
-        backend,
+        track_steps, use_qk_l2norm, null_block_id, backend,
     )  # fmt: skip
 
 
@@ -162,6 +161,5 @@ def gated_delta_rule_replayssm_materialize(
     )  # fmt: skip
     _materialize(
         checkpoint_state, rawv_cache, rawk_cache, g_cache, beta_cache, src_slots, dst_slots, prefix_lens, ring_start,
-        use_qk_l2norm, null_block_id,
-        backend,
+        use_qk_l2norm, null_block_id, backend,
     )  # fmt: skip

@@ -144,7 +144,6 @@ def gated_delta_rule_mtp(
     _op(
         initial_state, output, intermediate_states_buffer, replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta,
         q, k, v, initial_state_indices, output_state_indices, ssm_state_indices, A_log, a, dt_bias, b,
-        float(q.shape[3] ** -0.5 if scale is None else scale), update, use_qk_l2norm,
-        backend,
+        float(q.shape[3] ** -0.5 if scale is None else scale), update, use_qk_l2norm, backend,
     )  # fmt: skip
     return output, initial_state

@@ -6,6 +6,8 @@ another way to the outputs of frozen states and to states after a window; all el
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from replayssm.gdn_decode.configs import verify_backend, windows_backend
@@ -102,9 +104,7 @@ def gated_delta_rule_replayssm_commit(
     backend: str,
 ) -> None:
     """See ``replayssm.gdn_decode.gated_delta_rule_replayssm_commit``."""
-    backend = windows_backend(backend, checkpoint_state, rawk_cache)
-    fold = backend == "tensor_core" and tensor_core_commit.can_fold(rawk_cache, None)
-    apply = tensor_core_commit.fold if fold else recorded.apply
+    apply = _apply(backend, checkpoint_state, rawk_cache, None)
     apply(
         checkpoint_state, (rawv_cache, rawk_cache, g_cache, beta_cache), state_indices, None, accept_lens, None,
         track_state_indices, track_steps, use_qk_l2norm, null_block_id,
@@ -126,10 +126,14 @@ def gated_delta_rule_replayssm_materialize(
     backend: str,
 ) -> None:
     """See ``replayssm.gdn_decode.gated_delta_rule_replayssm_materialize``."""
-    backend = windows_backend(backend, checkpoint_state, rawk_cache)
-    fold = backend == "tensor_core" and tensor_core_commit.can_fold(rawk_cache, ring_start)
-    apply = tensor_core_commit.fold if fold else recorded.apply
+    apply = _apply(backend, checkpoint_state, rawk_cache, ring_start)
     apply(
         checkpoint_state, (rawv_cache, rawk_cache, g_cache, beta_cache), src_slots, dst_slots, prefix_lens, ring_start,
         None, None, use_qk_l2norm, null_block_id,
     )  # fmt: skip
+
+
+def _apply(backend: str, state: Tensor, keys: Tensor, ring_start: Tensor | None) -> Callable[..., None]:
+    """What applies recorded tokens: the matrix unit where it is wanted and knows the windows, else token by token."""
+    fold = windows_backend(backend, state, keys) == "tensor_core" and tensor_core_commit.can_fold(keys, ring_start)
+    return tensor_core_commit.fold if fold else recorded.apply
