@@ -1,13 +1,9 @@
 """Exact decode of a transformers model on a GPU: every way to decode a text has the logits of one forward over it."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent.parent / "hf"))
 
 from tiny import fresh_model, make_prompts, pad
 from transformers import LogitsProcessorList

@@ -1,8 +1,5 @@
 """Tensors on a device that is not the current one: kernels go where the tensors are, and give the same bits."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -46,7 +43,6 @@ def test_ops_and_pools():
 
 def test_a_model_called_with_a_cache():
     pytest.importorskip("transformers")
-    sys.path.insert(0, str(Path(__file__).parent.parent / "hf"))
     from tiny import fresh_model, make_prompts
 
     import replayssm.hf as hf

@@ -1,4 +1,4 @@
-"""Generations that are compared with plain transformers, fed one token at a time, row by row."""
+"""Generations: on any device, and compared with plain transformers, fed one token at a time, row by row."""
 
 import torch
 from tiny import greedy_text, make_prompts, oracle, pad, shared_model
@@ -13,6 +13,21 @@ HITS = {
     "alternating": lambda place: place % 2 == 0,
     "mixed": lambda place: place % 5 != 0,
 }
+
+
+def padded_batch(name, lengths, seed=1):
+    return pad(make_prompts(name, lengths, seed))
+
+
+def run(model, ids, mask, device, **options):
+    """The new tokens and the statistics of 24 tokens' generation on a device, to which the model is moved."""
+    options = {"max_new_tokens": 24, "eos_token_id": (), "num_draft_tokens": 3, "return_stats": True, **options}
+    out, stats = hf.generate(model.to(device), ids.to(device), attention_mask=mask.to(device), **options)
+    return out[:, ids.shape[1] :].cpu(), stats
+
+
+def texts(model, ids, mask, device, **options):
+    return run(model, ids, mask, device, **options)[0]
 
 
 def new_tokens(ids, width):
