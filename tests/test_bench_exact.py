@@ -99,16 +99,16 @@ def test_megatron_and_mamba_ssm_are_measured_where_they_are(monkeypatch):
     )}  # fmt: skip
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    calls = []
+    stepped, scanned = [], []
 
     def combined(x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, dt_softplus=False):
-        calls.append("scan")
+        scanned.append(chunk_size)
         rows = {"x": x, "dt": dt, "B": B, "C": C, "z": z}
         return chunk_scan(**{n: v[0] for n, v in rows.items()}, A=A, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus,
                           chunk_size=chunk_size)  # fmt: skip
 
     def step(buffers, x, z, dt, B, C, A, D, dt_bias, batch_indices, ssm_state):
-        calls.append("step")
+        stepped.append((buffers.num_buffered.tolist(), ssm_state))
         return batch_invariant_decode_buffered_scan(buffers, x, z, dt, B, C, A, D, dt_bias, batch_indices, ssm_state)
 
     megatron = modules["megatron.core.ssm.ops.batch_invariant_decode"]
@@ -121,23 +121,26 @@ def test_megatron_and_mamba_ssm_are_measured_where_they_are(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     timer, cpu = Timer("cpu", quick=True), torch.device("cpu")
     line = family.Decode(2, 1, 16, 1, "mix", 3)
-    row = exact_peers.beside_decode(timer, True, (16, 2, 1, 3, 1), family._step_buffers(line, cpu))
+    steps, live = [family._step_buffers(line, cpu) for _ in range(2)], family._live_rows(line)
+    row = exact_peers.beside_decode(timer, True, (16, 2, 1, 3, 1), steps, live, 16)
     assert row["megatron_us"] > 0 and row["peers"] == "Megatron-Core 9.9, this run"
+    assert [rows for rows, _ in stepped[:2]] == [live.tolist()] * 2
+    assert [id(state) for _, state in stepped[:6]] == [id(step["ssm_state"]) for step in steps * 3]  # in turn
     row = exact_peers.beside_scan(timer, True, (16, 2, 1, 40), family._inputs((40,), 2, 1, cpu))
-    assert row["mamba_ssm_us"] > 0 and row["peers"] == "mamba_ssm 9.9, this run"
-    assert set(calls) == {"step", "scan"}
+    assert row["mamba_ssm_us"] > 0 and row["peers"] == "mamba_ssm 9.9, this run" and set(scanned) == {16}
 
 
 def test_published_numbers_are_named_as_such(monkeypatch):
     card = "NVIDIA H200"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: card)
     monkeypatch.setattr(exact_peers, "installed", lambda package, module: pytest.fail("looked for"))
-    decode, scan = partial(exact_peers.beside_decode, None, False), partial(exact_peers.beside_scan, None, False)
+    scan = partial(exact_peers.beside_scan, None, False)
+    decode = lambda sizes: exact_peers.beside_decode(None, False, sizes, [], torch.zeros(1), 1)  # noqa: E731
     both = "Megatron-Core, FlashInfer 0.7.4, another run on an H200"
-    assert decode((128, 128, 8, 1, 1), {}) == {"megatron_us": 57.0, "plain_us": 5.6, "peers": both}
-    assert decode((128, 16, 1, 16, 1), {})["peers"] == "Megatron-Core, another run on an H200"
-    assert decode((128, 16, 1, 16, 4), {}) == {"megatron_us": None, "plain_us": None, "peers": None}
+    assert decode((128, 128, 8, 1, 1)) == {"megatron_us": 57.0, "plain_us": 5.6, "peers": both}
+    assert decode((128, 16, 1, 16, 1))["peers"] == "Megatron-Core, another run on an H200"
+    assert decode((128, 16, 1, 16, 4)) == {"megatron_us": None, "plain_us": None, "peers": None}
     assert scan((128, 64, 8, 8192), {}) == {"mamba_ssm_us": 365.0, "peers": "mamba_ssm, another run on an H200"}
     assert scan((128, 64, 1, 8192), {})["peers"] is None
     card = "NVIDIA A10"
-    assert set(decode((128, 128, 8, 1, 1), {}).values()) == {None} == set(scan((128, 64, 8, 8192), {}).values())
+    assert set(decode((128, 128, 8, 1, 1)).values()) == {None} == set(scan((128, 64, 8, 8192), {}).values())

@@ -204,7 +204,7 @@ def _run_decode(line: Decode, peers: bool, timer: Timer) -> Row:
     if on_cpu:
         return row | dict.fromkeys(("megatron_us", "plain_us", "peers"))
     sizes = line.chunk, line.heads, line.groups, line.batch, line.tokens
-    return row | exact_peers.beside_decode(timer, peers, sizes, pools[0])
+    return row | exact_peers.beside_decode(timer, peers, sizes, pools, _live_rows(line), repeats)
 
 
 def _run_scan(line: Scan, peers: bool, timer: Timer) -> Row:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
+
+from torch import Tensor
 
 from replayssm.bench import Row, flashinfer
 from replayssm.bench.peers import ELSEWHERE, THIS_RUN, installed, on_an_h200, timed
@@ -22,24 +25,31 @@ _MAMBA_SSM = {
     (64, 128): {2048: 110.0, 8192: 365.0, 32768: 1446.0}, (64, 256): {2048: 104.0, 8192: 357.0, 32768: 1436.0},
     (128, 128): {2048: 190.0, 8192: 675.0, 32768: 2769.0}, (128, 256): {2048: 179.0, 8192: 656.0, 32768: 2717.0},
 }  # fmt: skip
-_MEGATRON_PATHS = (
-    "megatron.core.ssm.ops.batch_invariant_decode",
+_MEGATRON_PATHS = (  # it has moved twice
+    "megatron.core.ops.ssm.mamba2.batch_invariant_decode",
     "megatron.core.ssm.ops.mamba2.batch_invariant_decode",
+    "megatron.core.ssm.ops.batch_invariant_decode",
 )
 
 
-def beside_decode(timer: Timer, peers: bool, sizes: tuple[int, int, int, int, int], step: Mapping[str, Any]) -> Row:
+def beside_decode(
+    timer: Timer, peers: bool, sizes: tuple[int, int, int, int, int], steps: Sequence[Mapping[str, Any]], live: Tensor,
+    repeats: int,
+) -> Row:  # fmt: skip
     """Columns of one step: Megatron-Core's, which has one token, and FlashInfer's ordinary update, always published.
 
     Args:
         timer: on the GPU.
         peers: measure Megatron-Core, if it is here.
         sizes: chunk, heads, groups, batch, tokens.
-        step: arguments of ours, whose tensors theirs takes; its buffers are its own.
+        steps: arguments of our calls, whose tensors theirs take in turn; its buffers are its own.
+        live: rows that every slot holds at first.
+        repeats: steps that are timed together.
     """
     chunk, heads, groups, batch, tokens = sizes
     found = installed("megatron-core", "megatron") if peers and tokens == 1 else None
-    theirs = timed(timer, "Megatron-Core", [partial(_megatron, chunk, step)] * 4) if found else None
+    makers = [partial(_megatron, chunk, step, live) for step in steps]
+    theirs = timed(timer, "Megatron-Core", makers, repeats) if found else None
     names = [f"Megatron-Core {found}, {THIS_RUN}"] if theirs else []
     plain = None
     if on_an_h200():
@@ -69,10 +79,13 @@ def beside_scan(timer: Timer, peers: bool, sizes: tuple[int, int, int, int], inp
     return {"mamba_ssm_us": known, "peers": known and f"mamba_ssm, {ELSEWHERE}"}
 
 
-def _megatron(chunk: int, step: Mapping[str, Any]) -> Callable[[], object]:
-    path = next((path for path in _MEGATRON_PATHS if _exists(path)), _MEGATRON_PATHS[0])
-    module = import_module(path)
-    x = step["x"]
+def megatron() -> ModuleType:
+    """Megatron-Core's module of exact decode; raise ImportError if there is none."""
+    return import_module(next((path for path in _MEGATRON_PATHS if _exists(path)), _MEGATRON_PATHS[0]))
+
+
+def _megatron(chunk: int, step: Mapping[str, Any], live: Tensor) -> Callable[[], object]:
+    module, x = megatron(), step["x"]
     lanes, _, heads, headdim = x.shape
     groups, dstate = step["B"].shape[2:]
     buffers = module.BatchInvariantDecodeBuffers.allocate(
@@ -80,6 +93,7 @@ def _megatron(chunk: int, step: Mapping[str, Any]) -> Callable[[], object]:
     )
     for rows in (buffers.x, buffers.z, buffers.dt, buffers.B, buffers.C):
         rows.normal_()
+    buffers.num_buffered.copy_(live)
     return partial(module.batch_invariant_decode_buffered_scan, **{**step, "buffers": buffers})
 
 

@@ -33,13 +33,16 @@ def on_an_h200() -> bool:
     return "H200" in torch.cuda.get_device_name()
 
 
-def timed(timer: Timer, library: str, makers: Sequence[Callable[[], Callable[[], object]]]) -> float | None:
+def timed(
+    timer: Timer, library: str, makers: Sequence[Callable[[], Callable[[], object]]], repeats: int = 1
+) -> float | None:
     """Time another library.
 
     Args:
         timer: on the GPU.
         library: its name, for the warning.
         makers: make one call each, on buffers that rotate.
+        repeats: how often they do so within what is timed.
 
     Returns:
         Microseconds of a call; None, with a warning, if it refuses these shapes or does not compile here.
@@ -48,7 +51,7 @@ def timed(timer: Timer, library: str, makers: Sequence[Callable[[], Callable[[],
         calls = [make() for make in makers]
         for call in calls:
             call()
-        return timer.micros({"us": calls})["us"]
+        return timer.micros({"us": calls * repeats})["us"]
     except (ImportError, RuntimeError, TypeError, ValueError, AssertionError, OSError) as error:
         warnings.warn(f"{library} was not timed: {str(error)[:200]}", stacklevel=2)
         return None
