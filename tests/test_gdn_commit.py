@@ -87,6 +87,17 @@ def test_null_block(null_block_id):
     assert after[:, 4].isfinite().all()
 
 
+@pytest.mark.parametrize("checked", ["0", "1"])
+def test_slots_of_requests_that_accept_nothing_are_not_looked_at(checked, monkeypatch):
+    """Twice the slot of a live request, one beyond the pool, tracked ones too."""
+    monkeypatch.setenv("REPLAYSSM_CHECK", checked)
+    tensors = windows_of_layers(2, 5, 4)
+    alone = run(commit, tensors, int32([3]), int32([2]))
+    track = {"track_state_indices": int32([9, 3, 0, -1]), "track_steps": int32([0, 0, 0, 0])}
+    after = run(commit, tensors, int32([3, 9, 1, 3]), int32([0, 0, 0, 2]), **track)
+    assert torch.equal(after, alone)
+
+
 def test_only_accepted_tokens_are_tracked():
     tensors = windows_of_layers(1, 8, 4)
     track = {"track_state_indices": int32([3, 4, 5, 6]), "track_steps": int32([-1, 1, 2, 3])}

@@ -135,6 +135,15 @@ def test_separate_write_slots(backend):
     assert torch.equal(forked.initial_state[[2, 3, 4, 5]], call.initial_state[[2, 3, 4, 5]])
 
 
+def test_write_slots_mean_nothing_where_nothing_is_written_after_the_last_token():
+    call, elsewhere = mtp_call(4, 3), torch.tensor([5, 5, 99, -2])  # slots that no update would take
+    scatter = torch.tensor([[5, 4, -1], [-1, 3, 6], [0, -1, 2], [1, 1, 1]])
+    for frozen_or_scattered in (call.with_windows(), replace(call, options={"ssm_state_indices": scatter})):
+        with_slots, without = frozen_or_scattered.run(output_state_indices=elsewhere), frozen_or_scattered.run()
+        for name, memory in without.memory().items():
+            assert torch.equal(with_slots.memory()[name], memory), name
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("batch", "T"), [(1, 2), (3, 4), (5, 8)])
 def test_scatter_equals_snapshots_equals_updates(batch, T, backend):

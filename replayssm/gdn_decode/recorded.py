@@ -40,12 +40,13 @@ def gated_delta_rule_replayssm_commit(
     """Apply the accepted prefix of the windows to the checkpoints of all layers (``docs/maths.md`` §8).
 
     Run ``gated_delta_rule_mtp`` with ``cache_replayssm=True`` for each layer first; it leaves the checkpoints as they
-    are. When acceptance is known, call this once: for t below the accepted length, per value head::
+    are. When acceptance is known, call this once: for t below the accepted length of a live request, per value head::
 
         S = exp(g_t) S    u = beta_t (v_t - S k_t)    S = S + u k_t^T
 
-    The windows are neither cleared nor moved: the next verify overwrites them. Tokens that were not accepted are not
-    read, and committing twice applies the tokens twice.
+    A request is live if its slot is above ``null_block_id`` and it accepts a token; slots of others, which may occur
+    twice, are not looked at. The windows are neither cleared nor moved: the next verify overwrites them. Tokens that
+    were not accepted are not read, and committing twice applies the tokens twice.
 
     Sizes: layers, slots, key heads H, value heads HV (a multiple of H), T 1..16, K and V 1..256, batch B. Float dtypes
     are fp32, bf16 and fp16. The strides of the axes layers and slots are free, the axes after them are packed.
@@ -56,8 +57,7 @@ def gated_delta_rule_replayssm_commit(
         rawk_cache: ``[layers, slots, H, T, K]``, rawv_cache's dtype: keys before normalisation.
         g_cache: fp32 ``[layers, slots, HV, T]``: log decays.
         beta_cache: fp32 ``[layers, slots, HV, T]``: sigmoid(b).
-        state_indices: int32 or int64 ``[B]``: slots, those of live requests distinct. Slots up to ``null_block_id`` are
-            ignored.
+        state_indices: int32 or int64 ``[B]``: slots, those of live requests distinct.
         accept_lens: int32 or int64 ``[B]``: accepted tokens, 0..T. 0 changes nothing, tracking included.
         track_state_indices: int32 or int64 ``[B]``: slots for one more state each; those above ``null_block_id`` are
             distinct and none of the live ``state_indices``. Together with track_steps.

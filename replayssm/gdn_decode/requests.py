@@ -152,7 +152,7 @@ def plan_commits(
         seq_len: rows of the windows.
 
     Returns:
-        The requests that change their checkpoint.
+        The live requests, those that change their checkpoint.
 
     Raises:
         ValueError: a live slot or a count is out of range, or a slot is written twice.

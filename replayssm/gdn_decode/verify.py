@@ -88,7 +88,8 @@ def gated_delta_rule_mtp(
             FlashInfer announces that None will mean False.
         use_qk_l2norm: normalise q and k.
         output_state_indices: int32 or int64 ``[batch]``: slots for the state after the last token; None means those
-            that are read. Not used with frozen or scattered states.
+            that are read, a negative one skips the write. With frozen or scattered states there is no such write: the
+            values are ignored then, as FlashInfer does, whose callers pass them along with every call.
         cache_replayssm: write the windows. States must be frozen, without buffer and scatter.
         replayssm_rawv: ``[slots, HV, T, V]``, float, packed from axis 1: gets v. Where its dtype differs from v's, k
             and v are rounded to it before they are used.
