@@ -43,6 +43,26 @@ def test_rows(capsys, model):
         assert 0 <= row["accepted"] <= 1 <= row["a round"]
 
 
+def test_exact_decode_beside_the_rest(capsys, model):
+    (row,) = _rows(capsys, model, "--batch", "3", "--exact")
+    assert row["same_exact"] == row["same_drafts"] == 1.0
+    for exact, without in (("exact", "replay"), ("exact look-up", "look-up")):
+        speed, other = row[f"{exact} tokens/s"], row[f"{without} tokens/s"]
+        assert speed > 0 and row[f"{exact} cost %"] == pytest.approx(100 * (1 - speed / other))
+
+
+def test_exact_decode_whose_tokens_depend_on_drafts_is_an_error(capsys, monkeypatch, model):
+    def other_tokens(model, input_ids, **options):
+        result = ways.by_replay(model, input_ids, **options)
+        result.ids[-1, -1] += "exact" in options and options["draft"] is not None
+        return result
+
+    monkeypatch.setattr(generate, "by_replay", other_tokens)
+    monkeypatch.setattr(generate, "measure", lambda *_, **__: pytest.fail("timed"))
+    words = "exact decode writes other tokens with drafts"
+    fails(capsys, ["bench", "generate", model, "--exact", *SHORT], 1, words)
+
+
 def test_the_rows_of_a_batch_are_different_texts(model):
     subject = generate._Subject(GenerateOptions(model=model, prompt_tokens=17))
     prompts = subject.prompts(5)
@@ -67,6 +87,8 @@ def test_random_weights_of_a_published_size(capsys, monkeypatch):
     (row,) = _rows(capsys, "--random", "130m", "--batch", "2")
     assert row["model"] == "random 130m" and row["batch"] == 2
     subject = generate._Subject(GenerateOptions(random="130m"))
+    mixers = [m for side in (subject.theirs, subject.ours) for m in side.modules() if hasattr(m, "chunk_size")]
+    assert [mixer.chunk_size for mixer in mixers] == [32, 256]  # exact decode in the chunks of the published models
     assert torch.equal(subject.theirs.get_input_embeddings().weight, generate._Subject(
         GenerateOptions(random="130m")).theirs.get_input_embeddings().weight)  # fmt: skip
 
@@ -122,10 +144,14 @@ def test_ways_run_in_turn_and_their_medians_count():
 
 
 def test_a_picture_has_a_panel_per_model_of_several_batches():
-    rows = [{"model": "m", "dtype": "float32", "batch": batch, "x transformers": 6.0, "x replay": 2.0}
+    speeds = {"transformers": 2.0, "replay": 6.0, "look-up": 12.0}
+    rows = [{"model": "m", "dtype": "float32", "batch": batch, **{f"{way} tokens/s": s for way, s in speeds.items()}}
             for batch in (1, 16)]  # fmt: skip
     (plot,) = generate.plots({"generate-m-float32": rows, "generate-n": [{**rows[0], "model": "n"}], "mamba": []})
     assert [panel.title for panel in plot.panels] == ["m, float32"]  # one batch is no picture
     drafted, plain = plot.panels[0].series
     assert list(drafted.x) == ["batch 1", "batch 16"] and list(drafted.y) == [6.0, 6.0] and list(plain.y) == [3.0, 3.0]
+    exact = [row | {"exact tokens/s": 4.0, "exact look-up tokens/s": 10.0} for row in rows]
+    (plot,) = generate.plots({"generate-m-float32": exact})
+    assert [list(series.y) for series in plot.panels[0].series] == [[6.0] * 2, [3.0] * 2, [5.0] * 2, [2.0] * 2]
     assert generate.plots({}) == []

@@ -120,6 +120,7 @@ class GenerateOptions:
         prompt_tokens: length of the prompts.
         max_new_tokens: tokens that are written for each of them.
         num_draft_tokens: longest draft; None for what ``generate`` takes.
+        exact: also with ``generate(..., exact=True)``, which Mamba-2 models have.
         patience: seconds after which transformers' own generate stops; what it has written by then counts.
         repeats: timed calls of each way.
         quick: one timed call of a few tokens.
@@ -133,6 +134,7 @@ class GenerateOptions:
     prompt_tokens: int = 128
     max_new_tokens: int = 128
     num_draft_tokens: int | None = None
+    exact: bool = False
     patience: float = 30.0
     repeats: int = 3
     quick: bool = False

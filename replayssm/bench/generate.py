@@ -5,6 +5,7 @@ that transformers' forward over the whole text finds most likely, but for roundi
 from it, in standard deviations of the scores. In fp32 on the CPU all ways must give the same ids. ``same_drafts`` and
 ``same_transformers`` are the shares of sequences that do. ``a round`` is tokens per forward, of all sequences together,
 ``in a graph`` the share of our forwards that a CUDA graph replayed, ``transformers written`` what it came to in time.
+With exact decode, which must give the same ids with drafts as without, ``cost`` is how much slower it is.
 """
 
 from __future__ import annotations
@@ -29,9 +30,14 @@ from replayssm.hf.pretrained import load_pretrained
 
 _TABLE = "generate-"  # a table, and a CSV file, per model and dtype
 _VOCABULARY = 50288
+_PUBLISHED_CHUNK = 256
 _LARGEST_GAP = {"float32": 0.02, "bfloat16": 0.5}  # transformers computes in bf16 where the weights are
 _CHECKED = 2  # sequences whose scores are compared
 _QUICK_TOKENS = 16
+_BARS = (  # way, its name in the picture, whether in a colour of ours
+    ("look-up", "look-up drafts", True), ("replay", "no drafts", False),
+    ("exact look-up", "exact, look-up drafts", True), ("exact", "exact, no drafts", False),
+)  # fmt: skip
 
 
 class _Subject:
@@ -55,7 +61,11 @@ class _Subject:
 
     @cached_property
     def ours(self) -> Any:
-        return attach(copy.deepcopy(self.theirs))
+        model = copy.deepcopy(self.theirs)
+        if self._options.random is not None:
+            for mixer in (module for module in model.modules() if hasattr(module, "chunk_size")):
+                mixer.chunk_size = _PUBLISHED_CHUNK
+        return attach(model)
 
     def prompts(self, batch: int) -> Tensor:
         """``[batch, prompt_tokens]``: pieces of the held-out texts from different places on, or random ids."""
@@ -115,22 +125,27 @@ def _run(subject: _Subject, options: GenerateOptions, batch: int, timer: Timer) 
     theirs = partial(by_transformers, subject.theirs, prompts, max_new_tokens=count, max_time=options.patience)
     ways = [Way("transformers", theirs), Way("replay", partial(replay, draft=None)),
             Way("look-up", partial(replay, draft="lookup"))]  # fmt: skip
+    if options.exact:
+        exact = partial(replay, exact=True)
+        ways += [Way("exact", partial(exact, draft=None)), Way("exact look-up", partial(exact, draft="lookup"))]
     for way in ways:
         way.results = [way.generate()]
     gap = _check(subject, options, prompts, ways)
     row: Row = {
         "model": subject.name, "dtype": options.dtype, "batch": batch, "prompt": prompts.shape[1], "written": count,
-        "gap": gap, **_agreement(*(way.results[0] for way in ways)),
+        "gap": gap, **_agreement([way.results[0] for way in ways]),
     }  # fmt: skip
     for way in ways[1:]:
         way.generate()  # a GPU's graph is captured when a shape comes for the second time
     measure(ways, 1 if options.quick else options.repeats, warm=True)
     speed = [way.tokens_per_second for way in ways]
-    plain, stats = (way.results[-1].stats for way in ways[1:])
+    plain, stats = (way.results[-1].stats for way in ways[1:3])
     assert plain is not None and stats is not None
     return row | {
         "transformers written": ways[0].results[-1].ids.shape[1],
         **{f"{way.name} tokens/s": each for way, each in zip(ways, speed, strict=True)},
+        **{f"{way.name} cost %": 100 * (1 - each / without)
+           for way, each, without in zip(ways[3:], speed[3:], speed[1:3], strict=False)},
         "x transformers": speed[2] / speed[0], "x replay": speed[2] / speed[1],
         "x decode": _decode_speed(ways[2]) / _decode_speed(ways[0]) if ways[0].results[-1].ids.shape[1] > 1 else None,
         "accepted": stats.accept_rate, "a round": (count - 1) * batch / max(stats.rounds, 1),
@@ -142,12 +157,13 @@ def _decode_speed(way: Way) -> float:
     return (way.results[-1].ids.numel() - way.results[-1].ids.shape[0]) / way.decode_seconds
 
 
-def _agreement(theirs: Generated, plain: Generated, drafted: Generated) -> Row:
+def _agreement(results: list[Generated]) -> Row:
     """Shares of sequences that equal those without drafts; transformers' may be shorter."""
-    written = theirs.ids.shape[1]
+    theirs, plain, drafted, *exact = results
+    named = {"same_drafts": drafted, "same_transformers": theirs, **({"same_exact": exact[0]} if exact else {})}
     return {
-        "same_drafts": float((drafted.ids == plain.ids).all(1).double().mean()),
-        "same_transformers": float((theirs.ids == plain.ids[:, :written]).all(1).double().mean()),
+        name: float((other.ids == plain.ids[:, : other.ids.shape[1]]).all(1).double().mean())
+        for name, other in named.items()
     }
 
 
@@ -160,14 +176,16 @@ def _check(subject: _Subject, options: GenerateOptions, prompts: Tensor, ways: l
     Raises:
         WrongAnswer: it is too large, or ids differ where they must not.
     """
-    theirs, plain, drafted = (way.results[0] for way in ways)
+    theirs, plain, drafted, *exact = (way.results[0] for way in ways)
     if options.device == "cpu" and options.dtype == "float32":
         written = theirs.ids.shape[1]
         for name, ids in (("look-up", drafted.ids), ("transformers", theirs.ids)):
             if not torch.equal(ids, plain.ids[:, : ids.shape[1]]):
                 raise WrongAnswer(f"{subject.name}: {name} writes other tokens within the first {written}")
+    if exact and not torch.equal(exact[0].ids, exact[1].ids):
+        raise WrongAnswer(f"{subject.name}: exact decode writes other tokens with drafts than without")
     gap = 0.0
-    for result in (plain, drafted):
+    for result in (plain, drafted, *exact[:1]):
         text = torch.cat([prompts, result.ids], 1)[:_CHECKED]
         scores = subject.theirs(text, use_cache=False).logits[:, prompts.shape[1] - 1 : -1].float()
         chosen = scores.gather(2, result.ids[:_CHECKED, :, None])[..., 0]
@@ -188,9 +206,11 @@ def plots(tables: Tables) -> list[Plot]:
         if len(chosen) < 2:
             continue
         batches = [f"batch {row['batch']}" for row in chosen]
-        drafted = [row["x transformers"] for row in chosen]
-        plain = [row["x transformers"] / row["x replay"] for row in chosen]
-        series = [Series("look-up drafts", batches, drafted, ours=True), Series("no drafts", batches, plain)]
+        series = [
+            Series(label, batches, [row[f"{way} tokens/s"] / row["transformers tokens/s"] for row in chosen], ours)
+            for way, label, ours in _BARS
+            if f"{way} tokens/s" in chosen[0]
+        ]
         panels.append(Panel(f"{model}, {dtype}", series))
     if not panels:
         return []

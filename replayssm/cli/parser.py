@@ -239,6 +239,7 @@ def _add_bench_generate(families: argparse._SubParsersAction) -> None:
             f"--{name}", type=_number(int, low), default=default, metavar="N", help=f"{what} (default: {default})"
         )
     lines.add_argument("--num-draft-tokens", type=_number(int, 1, 63), metavar="N", help="longest draft")
+    lines.add_argument("--exact", action="store_true", help="also exact decode, and what it costs (Mamba-2 models)")
     lines.add_argument(
         "--patience",
         type=_number(float, 0),
