@@ -50,9 +50,7 @@ class Mamba2Tables:
         self._tables = [self._table(group) for group in self._groups]
 
     def _table(self, group: list[int]) -> _Tables:
-        tables = {
-            "A_ptrs": torch.empty(0, dtype=torch.int64, device=self._buffers[0].state.device)
-        }  # filled in by every call
+        tables = {"A_ptrs": self._int64([])}  # filled in by every call
         for name in ("state", "x_cache", "B_cache", "dt_cache", "state_scale"):
             tensors = [getattr(self._buffers[index], name) for index in group]
             addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

@@ -17,6 +17,7 @@ from replayssm.cache.materialize import Materializer
 from replayssm.cache.records import MAX_SIZE, as_plain, tensors_of
 from replayssm.cache.slots import CapacityError, Slots, SlotTable, check_integers, check_same_length
 from replayssm.checks import (
+    INDICES,
     as_device,
     check_device,
     check_dtype,
@@ -305,7 +306,7 @@ class ReplayPool:
         check_same_length(src, dst)
         rewind = self._integers("rewind", rewind)
         check_shape("rewind", rewind, "n", {"n": src.numel()})
-        check_dtype("rewind", rewind, torch.int32, torch.int64)
+        check_dtype("rewind", rewind, *INDICES)
         check_device("rewind", rewind, self.cursors.num_live.device)
         if self._reads_values():
             self._check_rewind(src.tolist(), dst.tolist(), rewind.tolist())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from replayssm.checks import check_dtype, check_range, check_shape, checked_mode
+from replayssm.checks import INDICES, check_dtype, check_range, check_shape, checked_mode
 
 Slots = Tensor | Sequence[int]
 
@@ -119,6 +119,6 @@ def check_same_length(src: Tensor, dst: Tensor) -> None:
 
 def _check_tensor(name: str, slots: Tensor, device: torch.device) -> None:
     check_shape(name, slots, "n", {})
-    check_dtype(name, slots, torch.int32, torch.int64)
+    check_dtype(name, slots, *INDICES)
     if slots.device.type != device.type:
         raise ValueError(f"{name}: expected device {device}, got {slots.device}")

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from replayssm.checks import (
+    FLOATS,
+    INDICES,
     check_device,
     check_dtype,
     check_integer,
@@ -20,9 +22,6 @@ from replayssm.custom_op import define
 from replayssm.dispatch import by_device
 
 __all__ = ["causal_conv1d_replay"]
-
-_ACTIVATIONS = (None, "silu")
-
 
 _op = define(
     "causal_conv1d_replay(Tensor(a!) rows, Tensor conv_start, Tensor x, Tensor weight, Tensor? bias, str? activation, "
@@ -126,7 +125,7 @@ def _check(
     check_shape("conv_start", conv_start, "slots", sizes)
     check_shape("weight", weight, "channels width", sizes)
     check_shape("x", x, "batch T channels" if cu_seqlens is None else "1 T channels", sizes)
-    check_dtype("rows", rows, torch.float32, torch.bfloat16, torch.float16)
+    check_dtype("rows", rows, *FLOATS)
     check_dtype("conv_start", conv_start, torch.int32)
     check_dtype("x", x, rows.dtype)
     check_dtype("weight", weight, torch.float32, rows.dtype)
@@ -152,7 +151,7 @@ def _check(
         raise ValueError(f"weight: expected 2 <= width <= 5, got width={sizes['width']}")
     if activation is not None and not isinstance(activation, str):
         raise TypeError(f"activation: expected None or 'silu', got {activation!r}")
-    if activation not in _ACTIVATIONS:
+    if activation not in (None, "silu"):
         raise ValueError(f"activation: expected None or 'silu', got {activation!r}")
     longest = sizes["T"] if max_seqlen is None else max_seqlen
     if sizes["conv_len"] < sizes["width"] - 1 + longest:
@@ -176,7 +175,7 @@ def _check_indices(
         named["cu_seqlens"] = cu_seqlens
     if state_batch_indices is not None:
         check_shape("state_batch_indices", state_batch_indices, "batch", sizes)
-        check_dtype("state_batch_indices", state_batch_indices, torch.int32, torch.int64)
+        check_dtype("state_batch_indices", state_batch_indices, *INDICES)
         named["state_batch_indices"] = state_batch_indices
     elif sizes["batch"] > sizes["slots"]:
         raise ValueError(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from replayssm.checks import check_device, check_dtype, check_range, check_shape, check_values, checked_mode
+from replayssm.checks import INDICES, check_device, check_dtype, check_range, check_shape, check_values, checked_mode
 from replayssm.dispatch import on_device
 
 _MOST_ROWS = (1 << 31) - 1  # cursors are int32
@@ -74,7 +74,7 @@ def reset(cursors: Cursors, slots: Tensor) -> None:
     """
     _check_cursors(cursors)
     check_shape("slots", slots, "n", {})
-    check_dtype("slots", slots, torch.int32, torch.int64)
+    check_dtype("slots", slots, *INDICES)
     check_device("slots", slots, cursors.num_live.device)
     if slots.device.type == "cpu" or checked_mode():
         check_values("slots", slots, 0, cursors.num_live.shape[0] - 1)
@@ -178,7 +178,7 @@ def _check(cursors: Cursors, slots: Tensor, seq_len: Tensor | int, num_accepted:
     else:
         check_range("seq_len", seq_len, 0, most, "the window, and what the ring holds beside it")
     for name, tensor in named.items():
-        check_dtype(name, tensor, torch.int32, torch.int64)
+        check_dtype(name, tensor, *INDICES)
         check_device(name, tensor, cursors.num_live.device)
 
 

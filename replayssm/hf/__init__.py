@@ -7,7 +7,8 @@ except ImportError as error:
 
 from replayssm.hf.attach import attach, detach
 from replayssm.hf.cache import ReplayCache
-from replayssm.hf.generate import custom_generate, generate
+from replayssm.hf.custom import custom_generate
+from replayssm.hf.generate import generate
 from replayssm.hf.score import score
 from replayssm.hf.stats import GenerationStats
 

@@ -146,7 +146,8 @@ class Attachment:
         self._check_attention()
         names = {id(module): name for name, module in model.named_modules()}
         any_type = self.keeps_types
-        for layer in [layer for mixer in self.mixers for layer in self.family.bypassed(mixer)] + [self.head]:
+        layers = [layer for mixer in self.mixers for layer in (*self.family.linears(mixer), mixer.conv1d)]
+        for layer in [*layers, self.head]:
             name = names.get(id(layer), type(layer).__name__)
             if type(layer).forward not in (nn.Linear.forward, nn.Conv1d.forward) or "forward" in layer.__dict__:
                 raise ValueError(

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from replayssm.checks import check_range
 from replayssm.hf.attach import attached
-from replayssm.hf.attachment import attachment_of
+from replayssm.hf.attachment import most_tokens
 from replayssm.hf.sampling import Greedy, Gumbel
 from replayssm.hf.session import Shape, session
 
@@ -46,7 +46,8 @@ class ModelDrafter:
         shape = Shape(len(request_ids), max_tokens, max(window, max_tokens), sampler)
         with ExitStack() as stack:
             stack.enter_context(attached(model))
-            _check_length(model, num_draft_tokens)
+            most = most_tokens(model, exact=False) - 1
+            check_range("num_draft_tokens", num_draft_tokens, 0, most, "what the draft model's layers verify")
             self._session = stack.enter_context(session(model, shape))
             self._held = stack.pop_all()
         self._session.step.start(seed, request_ids)
@@ -100,10 +101,3 @@ class ModelDrafter:
     def close(self) -> None:
         """See Drafter."""
         self._held.close()
-
-
-def _check_length(model: PreTrainedModel, num_draft_tokens: int) -> None:
-    attachment = attachment_of(model)
-    assert attachment is not None
-    most = min(attachment.family.layer_shape(mixer).max_tokens for mixer in attachment.mixers) - 1
-    check_range("num_draft_tokens", num_draft_tokens, 0, most, "what the draft model's layers verify")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from replayssm.checks import (
     FLOATS,
+    INDICES,
     check_device,
     check_dt_options,
     check_dtype,
@@ -45,19 +46,9 @@ _SHAPES = {
 }
 _REQUIRED = frozenset(_SHAPES) - {"out", "D", "z", "dt_bias", "state_scale"}
 # The first axis from which a tensor must be packed; strides before it are free.
-_PACKED_FROM = {
-    "state": 1,
-    "x_cache": 1,
-    "B_cache": 1,
-    "dt_cache": 1,
-    "state_scale": 1,
-    "x": 2,
-    "B": 2,
-    "C": 2,
-    "z": 2,
-    "out": 2,
-}
-_WRITTEN = frozenset(("state", "x_cache", "B_cache", "dt_cache", "state_scale", "out"))
+_OF_SLOTS = ("state", "x_cache", "B_cache", "dt_cache", "state_scale")
+_PACKED_FROM = dict.fromkeys(_OF_SLOTS, 1) | dict.fromkeys(("x", "B", "C", "z", "out"), 2)
+_WRITTEN = frozenset((*_OF_SLOTS, "out"))
 # Axes along which a tensor must repeat one value (stride 0).
 _BROADCAST = {"dt": (3,), "A": (1, 2), "D": (1,), "dt_bias": (1,)}
 _INPUT_TYPED = ("x_cache", "B_cache", "B", "C", "z", "out")
@@ -188,7 +179,7 @@ def _check_varlen(cu_seqlens: Tensor, max_seqlen: int | None, batch: int) -> tup
 def _check_indices(state_batch_indices: Tensor | None, batch: int, slots: int) -> None:
     if state_batch_indices is not None:
         check_shape("state_batch_indices", state_batch_indices, "batch", {"batch": batch})
-        check_dtype("state_batch_indices", state_batch_indices, torch.int32, torch.int64)
+        check_dtype("state_batch_indices", state_batch_indices, *INDICES)
     elif batch > slots:
         raise ValueError(f"state_batch_indices: expected indices for batch={batch} > slots={slots}, got None")
 

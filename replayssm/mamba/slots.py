@@ -146,19 +146,19 @@ class PointerTables:
         writable = _ranges(outputs) if outputs else None
         rings = ("x_cache", "B_cache", "dt_cache")
         stored = ("state", "state_scale") if self._scaled else ("state",)
+        either = "dependency_inputs or dependency_outputs"
         for copy in copies:
             for name in (*stored, *(rings if copy.num_rows else ())):
-                self._check(name, copy.layer, copy.src, readable, "dependency_inputs or dependency_outputs")
+                self._check(name, copy.layer, copy.src, readable, either)
             for name in stored:
                 self._check(name, copy.layer, copy.dst, writable, "dependency_outputs")
             if copy.num_rows:
-                count, dtype, address = (
+                address, heads, dtype = (
+                    self._pointers["A"][copy.layer],
                     self._layout.num_heads,
                     self._layout.matrixA_dtype,
-                    self._pointers["A"][copy.layer],
                 )
-                where = "dependency_inputs or dependency_outputs"
-                _check_range("A", copy.layer, address, count, dtype, readable, where)
+                _check_range("A", copy.layer, address, heads, dtype, readable, either)
 
     def _check(self, name: str, layer: int, slot: int, allowed: list[tuple[int, int]] | None, where: str) -> None:
         shape, dtype = self._fields[name]

@@ -41,11 +41,6 @@ def linears(mixer: Any) -> list[nn.Linear]:
     return [mixer.in_proj, mixer.out_proj]
 
 
-def bypassed(mixer: Any) -> list[nn.Linear | nn.Conv1d]:
-    """Submodules whose parameters are used but whose forward is not called."""
-    return [mixer.in_proj, mixer.out_proj, mixer.conv1d]
-
-
 @dataclass(frozen=True)
 class Weights:
     """The mixer's parameters in the shapes that the ops take, made once per cache.

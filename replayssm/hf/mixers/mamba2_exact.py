@@ -11,12 +11,10 @@ from replayssm.batch_invariant_decode import batch_invariant_decode_buffered_sca
 from replayssm.cache import ExactMamba2Buffers, ExactMamba2Layer
 from replayssm.cursors import Cursors
 from replayssm.hf.mixers.convolution import convolve, convolve_prompt
-from replayssm.hf.mixers.mamba2 import MIXERS, ROUTED, Weights, bypassed, linears, prepare, project, split_inputs
+from replayssm.hf.mixers.mamba2 import Weights, prepare, project, split_inputs
 from replayssm.ssd import chunk_scan
 
-__all__ = ["MIXERS", "OPS", "ROUTED", "bypassed", "layer_shape", "linears", "prepare", "replay_forward", "run_prompt"]
-
-OPS = "batch_invariant_decode"
+__all__ = ["layer_shape", "prepare", "replay_forward", "run_prompt"]
 
 
 def layer_shape(mixer: Any) -> ExactMamba2Layer:

@@ -15,7 +15,6 @@ __all__ = [
     "OPS",
     "ROUTED",
     "Weights",
-    "bypassed",
     "derive",
     "layer_shape",
     "linears",
@@ -33,11 +32,6 @@ ROUTED = ("Qwen3_5MoeSparseMoeBlock",)
 def linears(mixer: Any) -> list[nn.Linear]:
     """The mixer's linear layers."""
     return [mixer.in_proj_qkv, mixer.in_proj_z, mixer.in_proj_b, mixer.in_proj_a, mixer.out_proj]
-
-
-def bypassed(mixer: Any) -> list[nn.Linear | nn.Conv1d]:
-    """Submodules whose parameters are used but whose forward is not called."""
-    return [*linears(mixer), mixer.conv1d]
 
 
 def prepare(mixer: Any, pack: bool) -> Weights:

@@ -15,7 +15,6 @@ __all__ = [
     "OPS",
     "ROUTED",
     "Weights",
-    "bypassed",
     "derive",
     "layer_shape",
     "linears",
@@ -33,11 +32,6 @@ ROUTED = ("Qwen3NextSparseMoeBlock",)
 def linears(mixer: Any) -> list[nn.Linear]:
     """The mixer's linear layers."""
     return [mixer.in_proj_qkvz, mixer.in_proj_ba, mixer.out_proj]
-
-
-def bypassed(mixer: Any) -> list[nn.Linear | nn.Conv1d]:
-    """Submodules whose parameters are used but whose forward is not called."""
-    return [*linears(mixer), mixer.conv1d]
 
 
 def prepare(mixer: Any, pack: bool) -> Weights:
