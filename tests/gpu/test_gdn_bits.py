@@ -115,20 +115,23 @@ def test_a_long_batch_of_the_ring_has_the_bits_of_a_short_one():
         assert torch.equal(as_bytes(part.state[slots]), as_bytes(whole.state[slots]))
 
 
-def test_graphs_read_indices_and_counts_anew():
-    """Verify and commit in one graph, replayed with other inputs, slots and accepted counts."""
-    call = mtp_call(4, 8, 2, 8, 128, 128, dtype=bf16).with_windows()
+@pytest.mark.parametrize("backend", ["simt", "tensor_core"])
+def test_graphs_read_indices_and_counts_anew(backend):
+    """Two steps in one graph, each verify and commit, replayed with other inputs, slots and accepted counts."""
+    call = replace(mtp_call(4, 8, 2, 8, 128, 128, dtype=bf16).with_windows(), backend=backend)
     accepts = int32([0, 1, 4, 8])
     fixed = call.clone()
 
-    def step(c, counts):
-        mtp(**c.arguments())
-        commit(c.initial_state[None], *(w[None] for w in c.windows()), c.initial_state_indices, counts)
+    def steps(c, counts):
+        for _ in range(2):  # the second verify may start while the commit before it ends
+            mtp(**c.arguments())
+            windows = (w[None] for w in c.windows())
+            commit(c.initial_state[None], *windows, c.initial_state_indices, counts, backend=backend)
 
-    step(call.clone(), accepts)
+    steps(call.clone(), accepts)
     graph, counts = torch.cuda.CUDAGraph(), accepts.clone()
     with torch.cuda.graph(graph):
-        step(fixed, counts)
+        steps(fixed, counts)
     for round in range(3):
         other = mtp_call(4, 8, 2, 8, 128, 128, dtype=bf16, seed=round)
         eager = replace(
@@ -142,11 +145,12 @@ def test_graphs_read_indices_and_counts_anew():
             window.copy_(fresh)
         counts.copy_(numbers)
         graph.replay()
-        step(eager, numbers)
+        steps(eager, numbers)
         assert all(torch.equal(a, b) for a, b in zip(eager.memory().values(), fixed.memory().values(), strict=True))
 
 
-def test_layers_and_slots_beyond_32_bits():
+@pytest.mark.parametrize("backend", ["simt", "tensor_core"])
+def test_layers_and_slots_beyond_32_bits(backend):
     """Slots of 2^19 elements in fp32: the last of 36 layers begin beyond 2^31."""
     layers, slots, HV, H, T = 36, 120, 32, 16, 2
     state = torch.empty(layers, slots, HV, 128, 128)  # 9 GB, filled where it is used
@@ -158,9 +162,9 @@ def test_layers_and_slots_beyond_32_bits():
         -torch.rand(layers, slots, HV, T), torch.rand(layers, slots, HV, T),
     ]  # fmt: skip
     near = [t[-1:, [3, 119]].contiguous() for t in (state, *rings)]
-    commit(*near, int32([1, 0]), int32([2, 1]))
-    materialize(state, *rings, live, spare, int32([2, 1]))
-    commit(state, *rings, live, int32([2, 1]))
+    commit(*near, int32([1, 0]), int32([2, 1]), backend=backend)
+    materialize(state, *rings, live, spare, int32([2, 1]), backend=backend)
+    commit(state, *rings, live, int32([2, 1]), backend=backend)
     assert torch.equal(state[-1, [3, 119]], near[0][0])
     assert torch.equal(state[:, [118, 0]], state[:, [119, 3]])
 

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from gdn_cases import int32, mtp_call, windows_of_layers
+from gdn_cases import int32, windows_of_layers
 from test_gdn_commit import RECORDS, poison_beyond, run
 
-from replayssm.gdn_decode import gated_delta_rule_mtp as mtp
 from replayssm.gdn_decode import gated_delta_rule_replayssm_commit as commit
 from replayssm.gdn_decode import gated_delta_rule_replayssm_materialize as materialize
 from replayssm.testing import as_bytes, assert_close, state_tolerance, using
@@ -183,51 +182,6 @@ def test_corrections_that_nearly_cancel():
     tensors["g_cache"] *= 1e-3
     tensors["beta_cache"] = 1 - 0.05 * tensors["beta_cache"]
     assert against_reference(tensors, int32([2, 1]), int32([8, 5])) < 2e-6
-
-
-def test_graphs_read_slots_and_counts_anew():
-    call = mtp_call(4, 8, 2, 8, 128, 128, dtype=bf16).with_windows()
-
-    def step(c, counts):
-        mtp(**{**c.arguments(), **OURS})
-        commit(c.initial_state[None], *(w[None] for w in c.windows()), c.initial_state_indices, counts, **OURS)
-
-    step(call.clone(), int32([0, 1, 4, 8]))
-    fixed, graph, counts = call.clone(), torch.cuda.CUDAGraph(), int32([0, 1, 4, 8])
-    with torch.cuda.graph(graph):
-        step(fixed, counts)
-        step(fixed, counts)  # its verify starts while the commit ends
-    for round in range(3):
-        other = call.clone()
-        slots, numbers = call.initial_state_indices.roll(round), int32([0, 1, 4, 8]).roll(-round)
-        other.initial_state_indices.copy_(slots)
-        for name in ("initial_state", "output", "initial_state_indices"):
-            getattr(fixed, name).copy_(getattr(other, name))
-        for window, fresh in zip(fixed.windows(), other.windows(), strict=True):
-            window.copy_(fresh)
-        counts.copy_(numbers)
-        graph.replay()
-        step(other, numbers)
-        step(other, numbers)
-        assert all(torch.equal(a, b) for a, b in zip(other.memory().values(), fixed.memory().values(), strict=True))
-        call.initial_state_indices.copy_(slots)
-
-
-def test_layers_and_slots_beyond_32_bits():
-    layers, slots, HV, H, T = 36, 120, 32, 16, 2
-    state = torch.empty(layers, slots, HV, 128, 128)  # 9 GB, filled where it is used
-    for index in (119, 3, 118, 0):
-        state[:, index] = torch.randn(layers, HV, 128, 128)
-    rings = [
-        torch.randn(layers, slots, HV, T, 128).to(bf16), torch.randn(layers, slots, H, T, 128).to(bf16),
-        -torch.rand(layers, slots, HV, T), torch.rand(layers, slots, HV, T),
-    ]  # fmt: skip
-    near = [t[-1:, [3, 119]].contiguous() for t in (state, *rings)]
-    commit(*near, int32([1, 0]), int32([2, 1]), **OURS)
-    materialize(state, *rings, int32([119, 3]), int32([118, 0]), int32([2, 1]), **OURS)
-    commit(state, *rings, int32([119, 3]), int32([2, 1]), **OURS)
-    assert torch.equal(state[-1, [3, 119]], near[0][0])
-    assert torch.equal(state[:, [118, 0]], state[:, [119, 3]])
 
 
 def test_chained_rounds_against_fp64():
