@@ -46,7 +46,8 @@ class BaseForward:
             raise ValueError("input_ids: expected token ids, got none")
         batch, tokens = given.shape[:2]
         cache.begin_forward(self.base, batch, tokens)
-        with torch.autocast(given.device.type, enabled=False):
+        # Replay writes in place, through which no gradient flows; a graph of the rest would only hold memory.
+        with torch.no_grad(), torch.autocast(given.device.type, enabled=False):
             return cache.run(tokens, {**kwargs, "input_ids": input_ids})
 
 
@@ -71,7 +72,7 @@ class WholeForward:
         if self.own:
             raise ValueError("model: it has a forward of its own, which a ReplayCache would not call; remove it")
         cache.check_model(self.base)
-        with torch.autocast(cache.slots.device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(cache.slots.device.type, enabled=False):
             return cache.whole.forward(*args, **kwargs)
 
 
@@ -109,10 +110,10 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
     """Prepare a model for replay decoding, in place.
 
     The forwards of the model and of its base model are replaced: called with a ``ReplayCache`` they run from the
-    cache's pool, otherwise they do what they did before. Everything is computed in fp32, because bf16 logits tie and
-    equal texts could not be promised. On a GPU weights stay as they are stored, unless the model has modules that we do
-    not run ourselves (experts, say); otherwise those stored in bf16 or fp16 are converted to fp32, and ``detach``
-    converts them back exactly. Attaching an attached model changes nothing.
+    cache's pool and record no gradients, otherwise they do what they did before. Everything is computed in fp32,
+    because bf16 logits tie and equal texts could not be promised. On a GPU weights stay as they are stored, unless the
+    model has modules that we do not run ourselves (experts, say); otherwise those stored in bf16 or fp16 are converted
+    to fp32, and ``detach`` converts them back exactly. Attaching an attached model changes nothing.
 
     Args:
         model: a causal LM of a supported family, on a supported device.

@@ -49,6 +49,19 @@ def close(got, expected):
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_forwards_with_a_cache_record_no_gradients(name, model, whole):
+    """Those without one still do. Replay writes in place: a backward would fail in the middle, or miss layers."""
+    run = model if whole else model.base_model
+    exacts = (False, True) if name == "biases" else (False,)
+    for exact in exacts:
+        with hf.ReplayCache(model, 1, max_tokens=4, exact=exact) as cache:
+            for tokens in (TEXT[:9], TEXT[9:12]):
+                out = run(torch.tensor([tokens]), **{cache.name: cache})[0]
+                assert not out.requires_grad and not out.is_inference()
+    assert run(torch.tensor([TEXT[:9]]))[0].requires_grad
+
+
 @pytest.mark.parametrize("wrong", range(6))
 @pytest.mark.parametrize("window", [5, 7, 16])
 def test_crop_takes_tokens_back_in_every_layer(model, expected, wrong, window):
