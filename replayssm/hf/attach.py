@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from replayssm.checks import FLOATS
-from replayssm.dispatch import implementation
+from replayssm.dispatch import supported_devices
 from replayssm.hf.attachment import ATTRIBUTE, Attachment, attachment_of
 from replayssm.hf.cache import ReplayCache
 from replayssm.hf.mixers import FAMILIES
@@ -102,7 +102,9 @@ def check_model(model: object) -> ModuleType:
         raise ValueError(f"model: {name} has no recurrent layers to replay; {_SUPPORTED}")
     if model.get_output_embeddings() is None:
         raise ValueError(f"model: {name} has no language-model head; load it with AutoModelForCausalLM")
-    implementation(family.OPS, model.device)
+    if model.device.type not in supported_devices(family.OPS):
+        expected = " or ".join(supported_devices(family.OPS))
+        raise NotImplementedError(f"model: expected device {expected}, got {model.device}")
     return family
 
 
@@ -123,8 +125,8 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
 
     Raises:
         TypeError: not a transformers model.
-        ValueError: unsupported family, weight dtype or kind of layer (adapters, quantised weights, hooks); the message
-            says what is supported.
+        ValueError: unsupported family, weight dtype or kind of layer (adapters, quantised weights, hooks), weights on
+            several devices; the message says what is supported.
         NotImplementedError: unsupported device.
 
     Example:
@@ -170,6 +172,9 @@ def _attach(model: PreTrainedModel, family: ModuleType) -> Attachment:
         raise ValueError(
             f"model: its {type(base).__name__} has a forward of its own, which replay would not call; remove it"
         )
+    places = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(places) > 1:
+        raise ValueError(f"model: expected all weights on one device, got some on {' and '.join(places)}")
     parameters = inspect.signature(type(model).forward).parameters
     cache_name = next(name for name in ("cache", "cache_params", "past_key_values") if name in parameters)
     attachment = Attachment(model.config.model_type, base, mixers, model.get_output_embeddings(), cache_name)

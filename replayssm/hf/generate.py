@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -222,6 +222,18 @@ def _check_hooks(name: str, model: PreTrainedModel) -> None:
         )
 
 
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Let errors about ``model`` name the argument that the model came by."""
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        first, *rest = str(error).split("model: ", 1)
+        if first:
+            raise
+        raise type(error)(f"{name}: {rest[0]}") from None
+
+
 def _drafter(
     draft: str | DraftFunction | None,
     draft_model: PreTrainedModel | None,
@@ -237,7 +249,7 @@ def _drafter(
     if draft_model is not None:
         if draft != "lookup" and draft is not None:
             raise ValueError("draft and draft_model: expected one source of drafts, got both")
-        with attached(draft_model):
+        with _named("draft_model"), attached(draft_model):
             _check_hooks("draft_model", draft_model)
             theirs = draft_model.get_output_embeddings().out_features
             if theirs != vocab_size:

@@ -182,23 +182,28 @@ def swap(model, name, layer):
     setattr(model.get_submodule(parent), child, layer)
 
 
+def ways_to_attach(model, other="biases"):
+    """Calls that take ``model``, by the name of the argument."""
+    return (
+        ("model", lambda: hf.attach(model)),
+        ("model", lambda: hf.generate(model, IDS)),
+        ("draft_model", lambda: hf.generate(shared_model(other), IDS, draft_model=model)),
+    )
+
+
 @pytest.mark.parametrize("name", ["lm_head", "backbone.layers.1.mixer.in_proj", "backbone.layers.0.mixer.out_proj"])
 def test_layers_that_replay_would_bypass_are_refused(name):
     model = fresh_model("tied", tie_word_embeddings=False)
     layer = model.get_submodule(name)
     swap(model, name, Adapter(layer.in_features, layer.out_features))
-    calls = (
-        lambda: hf.attach(model),
-        lambda: hf.generate(model, IDS),
-        lambda: hf.generate(shared_model("tied"), IDS, draft_model=model),
-    )
-    for call in calls:
-        with pytest.raises(ValueError, match=rf"layer '{name}' is a .*Adapter with a forward of its own; supported"):
+    calls = ways_to_attach(model, "tied")
+    for argument, call in calls:
+        with pytest.raises(ValueError, match=rf"^{argument}: layer '{name}' is a .*Adapter with a forward of its own;"):
             call()
     swap(model, name, layer)
     hook = layer.register_forward_hook(lambda module, args, out: out * 0)
-    for call in calls:
-        with pytest.raises(ValueError, match=rf"layer '{name}' has forward hooks"):
+    for argument, call in calls:
+        with pytest.raises(ValueError, match=rf"^{argument}: layer '{name}' has forward hooks"):
             call()
     hook.remove()
     layer.weight = nn.Parameter(torch.zeros_like(layer.weight, dtype=torch.int8), requires_grad=False)
@@ -302,10 +307,22 @@ def tiny_jamba():
     ],
 )
 def test_models_that_cannot_replay(make, reason):
-    model = make()
-    for call in (lambda: hf.attach(model), lambda: hf.generate(model, IDS), lambda: hf.generate(
-        shared_model(), IDS, draft_model=model)):  # fmt: skip
-        with pytest.raises(ValueError, match=reason + r".*; supported are decoder-only models of the families mamba2"):
+    supported = r".*; supported are decoder-only models of the families mamba2"
+    for argument, call in ways_to_attach(make()):
+        with pytest.raises(ValueError, match=f"^{argument}: .*{reason}{supported}"):
+            call()
+
+
+def test_models_elsewhere_are_refused():
+    """Those that were never loaded, and those of which a part was offloaded."""
+    model = fresh_model()
+    model.backbone.layers[1].to("meta")
+    places = "expected all weights on one device, got some on cpu and meta"
+    for argument, call in ways_to_attach(model):
+        with pytest.raises(ValueError, match=f"^{argument}: {places}"):
+            call()
+    for argument, call in ways_to_attach(model.to("meta")):
+        with pytest.raises(NotImplementedError, match=f"^{argument}: expected device cpu or cuda, got meta"):
             call()
 
 
@@ -314,8 +331,6 @@ def test_other_refusals():
         hf.attach(nn.Linear(3, 4))
     with pytest.raises(ValueError, match="no language-model head; load it with AutoModelForCausalLM"):
         hf.attach(Mamba2Model(shared_model().config))
-    with pytest.raises(NotImplementedError, match=r"device 'meta' are not supported yet; supported: cpu"):
-        hf.attach(fresh_model().to("meta"))
     double = fresh_model().double()
     with pytest.raises(ValueError, match=r"weight '.*' is torch\.float64; supported weight types are torch\.float32"):
         hf.attach(double)
