@@ -6,7 +6,11 @@ import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
+import time
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -227,8 +231,6 @@ def test_a_traceback_can_be_asked_for(monkeypatch, model):
 
 
 def test_our_warnings_are_one_line_and_others_are_silent(capsys, monkeypatch):
-    import warnings
-
     from replayssm.cli import generate
 
     def run(_):
@@ -239,6 +241,34 @@ def test_our_warnings_are_one_line_and_others_are_silent(capsys, monkeypatch):
     monkeypatch.setattr(generate, "run", run)
     assert main(["generate"]) == 0
     assert capsys.readouterr().err == "replayssm: warning: two lines\n"
+
+
+def test_what_libraries_say_while_they_are_imported_is_silent(capsys, monkeypatch):
+    """torch without numpy warns when it is imported, in three lines before every command's output."""
+    from replayssm import cli
+
+    def say():
+        warnings.warn_explicit("of torch", UserWarning, "other.py", 1, module="torch.something")
+        return SimpleNamespace(run=lambda _: 0)
+
+    monkeypatch.setattr(cli.importlib, "import_module", lambda _: say())
+    assert main(["info"]) == 0 and capsys.readouterr() == ("", "")
+
+
+def test_ctrl_c_during_an_import_that_loses_it(capsys, monkeypatch):
+    from replayssm import cli
+
+    def lose(_):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        except KeyboardInterrupt:
+            pass
+        return SimpleNamespace(run=lambda _: pytest.fail("the command ran"))
+
+    monkeypatch.setattr(cli.importlib, "import_module", lose)
+    assert main(["info"]) == cli.INTERRUPTED and capsys.readouterr() == ("", "")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_info(capsys):

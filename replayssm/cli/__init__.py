@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from threading import current_thread, main_thread
+from types import FrameType, ModuleType
 
 from replayssm.cli.errors import CommandError
 from replayssm.cli.parser import build_parser
@@ -34,11 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         options = build_parser().parse_args(argv)
-        command = importlib.import_module(f"replayssm.cli.{options.command}")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what other libraries say to their developers
             warnings.filterwarnings("once", module=r"replayssm\.")
             warnings.showwarning = _warn
+            command = _import(f"replayssm.cli.{options.command}")
             code: int = command.run(options)
         sys.stdout.flush()
         return code
@@ -56,6 +59,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("REPLAYSSM_TRACEBACK") == "1":
             raise
         return _report(str(error) or type(error).__name__, 1)
+
+
+def _import(name: str) -> ModuleType:
+    """Import a module; a Ctrl-C meanwhile counts even if the import loses it, as torch's does for a while."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler or current_thread() is not main_thread():
+        return importlib.import_module(name)
+    seen = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        module = importlib.import_module(name)
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if seen:
+        raise KeyboardInterrupt
+    return module
 
 
 def _warn(message: Warning | str, *_: object, **__: object) -> None:
