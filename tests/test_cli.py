@@ -102,8 +102,9 @@ def test_failures_are_one_line_and_exit_code_1(capsys, tmp_path, model):
     _fails(capsys, ["generate", "--prompt-file", str(missing)], 1, f"file {missing}: No such file or directory")
     device = f"cuda:{torch.cuda.device_count()}"
     _fails(capsys, ["generate", "--prompt", "a", "--device", device], 1, "CUDA device(s) here")
-    _fails(capsys, ["generate", str(tmp_path), "--prompt", "a"], 1, f"cannot load the tokenizer from '{tmp_path}'")
-    _fails(capsys, ["generate", model, "--prompt", "a", "--draft", str(tmp_path)], 1, "cannot load the draft model")
+    reason = f"from '{tmp_path}': the folder has no config.json"
+    _fails(capsys, ["generate", str(tmp_path), "--prompt", "a"], 1, f"cannot load the tokenizer {reason}")
+    _fails(capsys, ["generate", model, "--prompt", "a", "--draft", str(tmp_path)], 1, f"load the draft model {reason}")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     _fails(capsys, ["generate", model, "--prompt-file", str(tmp_path / "latin.txt")], 1, "latin.txt")
 
@@ -181,6 +182,23 @@ def test_a_hub_that_does_not_answer_is_asked_once(capsys, monkeypatch, hub):
     assert main(["generate", "some/model", "--prompt", "a"]) == 1
     assert "cannot be reached (no route to host), and nothing is stored here" in capsys.readouterr().err
     assert heard == [{"local_files_only": True}] and len(hub.asked) == 1 and hub.asked[0][1] <= 10
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("tiny-mamba", "tiny-mamba2"), ("Tiny-Mamba2", "tiny-mamba2"), ("tiny-gdn", "tiny-gdn-hybrid"),
+     ("tiny-mamba2/", "tiny-mamba2"), ("some/model", None)],
+)  # fmt: skip
+@pytest.mark.parametrize("reachable", [False, True])
+def test_a_mistyped_name_of_a_shipped_model_is_corrected(capsys, monkeypatch, hub, name, meant, reachable):
+    hub.error = None if reachable else ConnectionError("no route to host")
+
+    def unknown(name, **options):
+        raise OSError("no such repository")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", unknown)
+    err = fails(capsys, ["generate", name, "--prompt", "a"], 1, f"cannot load the tokenizer from '{name}'")
+    assert (f"; did you mean the shipped model {meant}?" in err) == (meant is not None)
 
 
 def test_a_folder_needs_no_hub(capsys, model, hub):

@@ -21,11 +21,12 @@ def model(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("model"), seed=1)
 
 
-def _in_terminal(*arguments):
+def _in_terminal(*arguments, columns=80):
     """Run the command in a pseudo-terminal; return the process and the terminal's end to read."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [*COMMAND, *arguments], cwd=ROOT, env=ENVIRONMENT, stdin=theirs, stdout=theirs, stderr=theirs,
+        [*COMMAND, *arguments], cwd=ROOT, env=ENVIRONMENT | {"COLUMNS": str(columns)},
+        stdin=theirs, stdout=theirs, stderr=theirs,
         # A shell's background job ignores Ctrl-C, and so would everything it starts.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
@@ -86,6 +87,20 @@ def test_a_terminal_shows_a_live_line(model):
     assert process.wait(60) == 0
     assert re.search(r"\d+ tokens · \d+ tokens/s", screen)  # the live line
     assert "400 tokens in" in screen and "tokens/s" in screen  # the line that stays
+
+
+@pytest.mark.parametrize("columns", [80, 40])
+def test_info_cuts_no_name(columns):
+    """In a common terminal every op has a line of its own; in a narrow one names go on in the next."""
+    from replayssm.cli.info import collect
+
+    process, terminal = _in_terminal("info", columns=columns)
+    lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", _read_all(terminal)).splitlines()]
+    assert process.wait(60) == 0 and all(len(line) <= columns for line in lines)
+    first_words = [line.split()[0] for line in lines if line]
+    for op in collect()["ops"]:
+        name = op.removeprefix("replayssm.")
+        assert name in (first_words if columns == 80 else "".join(first_words)), lines
 
 
 def test_ctrl_c_is_quiet(model):

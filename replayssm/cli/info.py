@@ -110,7 +110,8 @@ def _print(report: dict[str, Any], console: Console) -> None:
             ((d["device"], d["name"], "yes" if d["supported"] else "not yet") for d in report["devices"]),
         )
     )
-    console.print(_table("ops", ("op", "devices"), ((op, ", ".join(on)) for op, on in report["ops"].items())))
+    ops = ((op.removeprefix("replayssm."), ", ".join(on)) for op, on in report["ops"].items())
+    console.print(_table("ops", ("replayssm.", "devices"), ops))
     generation = report["generation"]
     if generation["available"]:
         console.print(f"generate: model families {', '.join(generation['families'])}")
@@ -121,7 +122,9 @@ def _print(report: dict[str, Any], console: Console) -> None:
 
 
 def _table(title: str, columns: tuple[str, ...], rows: Any) -> Table:
-    table = Table(*columns, title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for column in columns:
+        table.add_column(column, overflow="fold")  # names are long, and cut ones cannot be copied
     for row in rows:
         table.add_row(*(str(cell) if cell is not None else "not installed" for cell in row))
     return table

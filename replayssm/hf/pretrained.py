@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ def load_pretrained(loader: Any, name: str, what: str, **options: Any) -> Any:
     # What begins like a path or has more parts than a hub id can only be a folder.
     if not folder.is_dir() and (folder.exists() or name[:1] in ("", ".", "/", "~") or len(folder.parts) > 2):
         raise LoadError(f"cannot load the {what} from '{name}': it is neither a folder nor a hub id")
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise LoadError(f"cannot load the {what} from '{name}': the folder has no config.json")
     unreachable = None
     if not folder.is_dir() and not constants.HF_HUB_OFFLINE:
         sys.stderr.write(f"replayssm: asking {constants.ENDPOINT} for the {what} '{name}'\n")
@@ -52,7 +55,9 @@ def load_pretrained(loader: Any, name: str, what: str, **options: Any) -> Any:
         reason = _line(error)
         if unreachable is not None:
             reason = f"{constants.ENDPOINT} cannot be reached ({unreachable}), and nothing is stored here"
-        raise LoadError(f"cannot load the {what} from '{name}': {reason}") from None
+        near = [] if folder.is_dir() else get_close_matches(name.rstrip("/"), models.NAMES, 1)
+        hint = f"; did you mean the shipped model {near[0]}?" if near else ""
+        raise LoadError(f"cannot load the {what} from '{name}': {reason}{hint}") from None
 
 
 def _unreachable() -> str | None:

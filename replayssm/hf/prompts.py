@@ -46,8 +46,9 @@ def strip_padding(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: 
         if 0 in mask[begin : begin + count]:
             raise ValueError(f"attention_mask: expected padding at the ends of a row only, got a hole in row {number}")
         prompt = row[begin : begin + count]
-        if min(prompt) < 0 or max(prompt) >= vocab_size:
-            raise ValueError(f"input_ids: expected token ids in 0..{vocab_size - 1}, got another one in row {number}")
+        for wrong in (min(prompt), max(prompt)):
+            if not 0 <= wrong < vocab_size:
+                raise ValueError(f"input_ids: expected token ids in 0..{vocab_size - 1}, got {wrong} in row {number}")
         prompts.append(prompt)
     return prompts
 

@@ -346,7 +346,7 @@ def test_other_refusals():
         (torch.tensor([[3.0]]), r"input_ids: expected dtype torch\.int64 or torch\.int32, got torch\.float32"),
         (torch.zeros(0, 3, dtype=torch.int64), "at least one row, got none"),
         (torch.zeros(2, 0, dtype=torch.int64), "at least one token in every row, got an empty row 0"),
-        (torch.tensor([[3, 4], [5, 61]]), r"input_ids: expected token ids in 0\.\.60, got another one in row 1"),
+        (torch.tensor([[3, 4], [5, 61]]), r"input_ids: expected token ids in 0\.\.60, got 61 in row 1"),
         ([[3, 4]], "input_ids: expected a torch.Tensor, got list"),
     ],
 )
