@@ -25,7 +25,7 @@ LAYERS = [
     {"testing", "bench"},
     {"cli", "__main__"},
 ]
-UNLAYERED = {"__init__"}  # the package itself holds a version only
+UNLAYERED = {"__init__"}  # the package itself holds a version, and loads its parts when they are used
 OPS = LAYERS[2]
 LAYER_OF = {name: depth for depth, names in enumerate(LAYERS) for name in names}
 HEAVY = ("torch", "numpy", "triton", "transformers", "rich")
@@ -139,7 +139,9 @@ def test_ops_and_pool_load_neither_triton_nor_transformers(module):
     ],
 )
 def test_public_names_exist_and_are_documented(module):
-    code = f"import replayssm.{module} as m\nfor name in m.__all__:\n    assert getattr(m, name).__doc__, name\n"
+    code = (
+        f"import replayssm\nm = replayssm.{module}\nfor name in m.__all__:\n    assert getattr(m, name).__doc__, name\n"
+    )
     _run(code)
 
 
