@@ -15,7 +15,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # A module may import from its own layer and from the layers above it in this list, never from one below.
 LAYERS = [
-    {"checks", "rounding", "cursors", "dispatch", "custom_op"},
+    {"checks", "rounding", "cursors", "dispatch", "custom_op", "kernels"},
     {"delta_rule", "recurrence"},
     {"mamba", "conv", "ssd", "gdn_decode", "row_product", "rms_norm", "gumbel"},
     {"batch_invariant_decode"},

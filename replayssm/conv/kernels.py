@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.conv.configs import tile as conv_tile
+from replayssm.kernels import ring_row
 
 
 @triton.jit
@@ -38,8 +39,7 @@ def _convolve(
         total += tl.load(bias + c * s_bias, mask=c < channels, other=0.0).to(tl.float32)[None, :]
     for tap in tl.static_range(WIDTH):
         at = token + (tap - (WIDTH - 1))  # a token of this call, or history where negative
-        ring = start + token + tap
-        ring = tl.where(ring >= conv_len, ring - conv_len, ring)
+        ring = ring_row(start, token + tap, conv_len)
         source = tl.where(
             (at < 0)[:, None], rows + ring[:, None] * channels + c[None, :], x + at[:, None] * s_x_t + c[None, :]
         )

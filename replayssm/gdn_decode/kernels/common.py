@@ -6,6 +6,15 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.delta_rule.kernels import advance, exp, inverse_norm, pick, total
+from replayssm.kernels import ring_row
+
+# Arguments that change from call to call, or whose divisors do not matter: one kernel serves all their values.
+PLAIN = [
+    "s_g_l", "s_g", "s_beta_l", "s_beta", "s_g_ring", "s_beta_ring", "s_start", "s_starts", "s_live",
+    "s_slots", "s_sources", "s_targets", "s_counts", "s_track_slots", "s_track_steps", "s_steps", "s_read", "s_write",
+    "s_scatter_b", "s_scatter_t", "s_A", "s_a_b", "s_a_t", "s_a_h", "s_bias", "s_b_b", "s_b_t", "s_b_h",
+    "HV", "heads_per_key", "ring_len", "window", "batch", "folders", "limit", "pad_slot_id", "null_block_id",
+]  # fmt: skip
 
 
 def stride(tensor: Tensor | None, axis: int) -> int:
@@ -144,10 +153,21 @@ def store_rows(head, row, end, S0, S1, S2, S3, K: tl.constexpr):
 
 
 @triton.jit
-def ring_row(start, row, ring_len):
-    """Ring row of row ``row`` behind ``start``, without a division."""
-    row = start + row
-    return tl.where(row >= ring_len, row - ring_len, row)
+def record_place(index, HV, batch):
+    """``(head, request, layer)`` of number ``index`` of all heads of all requests of all layers; the last two int64."""
+    return index % HV, (index // HV % batch).to(tl.int64), (index // HV // batch).to(tl.int64)
+
+
+@triton.jit
+def record_slots(request, sources, targets, counts, s_sources, s_targets, s_counts, null_block_id):
+    """``(source, target, count, live)`` of a request. Without targets a state is its own, live if there are tokens."""
+    source = tl.load(sources + request * s_sources).to(tl.int64)
+    count = tl.load(counts + request * s_counts).to(tl.int32)
+    if targets is None:
+        return source, source, count, (source > null_block_id) & (count > 0)
+    else:
+        target = tl.load(targets + request * s_targets).to(tl.int64)
+        return source, target, count, (source > null_block_id) & (target > null_block_id)
 
 
 @triton.jit

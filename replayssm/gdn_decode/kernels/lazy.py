@@ -18,17 +18,18 @@ from replayssm.delta_rule.kernels import dot, exp, log_decay, near_inverse_norm,
 from replayssm.dispatch import overlaps
 from replayssm.gdn_decode.configs import lazy_tile, next_power_of_2
 from replayssm.gdn_decode.kernels.common import (
+    PLAIN,
     can_fetch,
     fetch_values,
     load_rows,
     replay,
-    ring_row,
     rounded,
     rows_from,
     store_rows,
     stride,
     vector,
 )
+from replayssm.kernels import ring_row
 
 
 @triton.jit
@@ -61,17 +62,11 @@ def _record(k_ring, v_ring, start, record, ring_len, k_column, v_column, K: tl.c
     return k, v
 
 
-# Numbers that change from call to call, or whose divisors do not matter: one kernel serves them all.
-_PLAIN = [
-    "s_g_ring", "s_beta_ring", "s_start", "s_live", "s_slots", "T", "HV", "heads_per_key", "ring_len", "window",
-    "pad_slot_id",
-]  # fmt: skip
-_PLAIN_TOKENS = ["s_A", "s_a_b", "s_a_t", "s_a_h", "s_bias", "s_b_b", "s_b_t", "s_b_h"]
 _SHORT_BATCH = 256  # requests whose flushes come first; more of them are enough to even out
 _FOLDERS = 528  # programs that do them: four for each multiprocessor of an H200
 
 
-@triton.jit(do_not_specialize=_PLAIN + _PLAIN_TOKENS)
+@triton.jit(do_not_specialize=[*PLAIN, "T"])
 def _carry(
     carried, v_ring, k_ring, g_ring, beta_ring, ring_start, num_live, q, k, v, slots, A_log, a, dt_bias, b, scale,
     s_v_ring, s_k_ring, s_g_ring, s_beta_ring, s_start, s_live, s_slots,
@@ -208,7 +203,7 @@ def _flags(slots, num_live, batch, T, window, pad_slot_id, s_slots, s_live, BP: 
     return ((live > 0) & (live + T > window)).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=[*_PLAIN, "batch", "folders", "limit"])
+@triton.jit(do_not_specialize=[*PLAIN, "T"])
 def _read(
     state, output, carried, v_ring, k_ring, g_ring, beta_ring, ring_start, num_live, slots,
     s_state, s_out_b, s_out_t, s_v_ring, s_k_ring, s_g_ring, s_beta_ring, s_start, s_live, s_slots,

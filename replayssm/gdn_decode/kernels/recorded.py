@@ -6,11 +6,14 @@ from torch import Tensor
 
 from replayssm.gdn_decode.configs import next_power_of_2, records_tile
 from replayssm.gdn_decode.kernels.common import (
+    PLAIN,
     apply_records,
     can_fetch,
     fetch,
     load_rows,
     prepare,
+    record_place,
+    record_slots,
     replay,
     rounded,
     rows_from,
@@ -18,14 +21,8 @@ from replayssm.gdn_decode.kernels.common import (
     stride,
 )
 
-# Numbers that change from call to call, or whose divisors do not matter: one kernel serves them all.
-_PLAIN = [
-    "s_g_l", "s_g", "s_beta_l", "s_beta", "s_sources", "s_targets", "s_counts", "s_starts", "s_track_slots",
-    "s_track_steps", "batch", "HV", "heads_per_key", "ring_len", "null_block_id",
-]  # fmt: skip
 
-
-@triton.jit(do_not_specialize=_PLAIN)
+@triton.jit(do_not_specialize=PLAIN)
 def _apply(
     state, rawv, rawk, g, beta, sources, targets, counts, starts, track_slots, track_steps,
     s_state_l, s_state, s_rawv_l, s_rawv, s_rawk_l, s_rawk, s_g_l, s_g, s_beta_l, s_beta,
@@ -37,17 +34,10 @@ def _apply(
     POLICY: tl.constexpr = "evict_last" if targets is None else ""
     PARTS: tl.constexpr = (V + ROWS * BLOCKS - 1) // (ROWS * BLOCKS)
     first = tl.program_id(0) % PARTS * (ROWS * BLOCKS)
-    head = tl.program_id(0) // PARTS % HV
-    request = (tl.program_id(0) // PARTS // HV % batch).to(tl.int64)
-    layer = (tl.program_id(0) // PARTS // HV // batch).to(tl.int64)
-    source = tl.load(sources + request * s_sources).to(tl.int64)
-    count = tl.load(counts + request * s_counts).to(tl.int32)
-    if targets is None:
-        target = source
-        live = (source > null_block_id) & (count > 0)
-    else:
-        target = tl.load(targets + request * s_targets).to(tl.int64)
-        live = (source > null_block_id) & (target > null_block_id)
+    head, request, layer = record_place(tl.program_id(0) // PARTS, HV, batch)
+    source, target, count, live = record_slots(
+        request, sources, targets, counts, s_sources, s_targets, s_counts, null_block_id
+    )
     if live:
         state += layer * s_state_l + head * (V * K)
         rawv += layer * s_rawv_l + source * s_rawv + head * ring_len * V

@@ -7,13 +7,13 @@ from torch import Tensor
 from replayssm.delta_rule.kernels import advance, dot, exp, log_decay, pick, strength
 from replayssm.gdn_decode.configs import next_power_of_2, verify_tile
 from replayssm.gdn_decode.kernels.common import (
+    PLAIN,
     can_fetch,
     fetch,
     inverse_norms,
     load_rows,
     norm_of,
     replay,
-    ring_row,
     rounded,
     rows_from,
     scaled,
@@ -22,16 +22,10 @@ from replayssm.gdn_decode.kernels.common import (
     stride,
     vector,
 )
-
-# Numbers that change from call to call, or whose divisors do not matter: one kernel serves them all.
-_PLAIN = [
-    "s_g_ring", "s_beta_ring", "s_start", "s_live", "s_read", "s_write", "s_scatter_b", "s_scatter_t", "s_A", "s_a_b",
-    "s_a_t", "s_a_h", "s_bias", "s_b_b", "s_b_t", "s_b_h", "T", "HV", "heads_per_key", "ring_len", "window",
-    "pad_slot_id",
-]  # fmt: skip
+from replayssm.kernels import ring_row
 
 
-@triton.jit(do_not_specialize=_PLAIN)
+@triton.jit(do_not_specialize=[*PLAIN, "T"])
 def _step(
     state, output, snapshots, v_ring, k_ring, g_ring, beta_ring, ring_start, num_live, q, k, v,
     read_slots, write_slots, scatter, A_log, a, dt_bias, b, scale,

@@ -20,12 +20,12 @@ from replayssm.gdn_decode.kernels.tensor_core_solve import solve_ahead
 from replayssm.gdn_decode.kernels.tensor_core_tiles import (
     as_operand,
     halves,
-    held,
     load_tile,
     operand_order,
     part,
     side_by_side,
 )
+from replayssm.kernels import held
 
 # Numbers of a type are sums of so many bf16 numbers.
 PARTS = {torch.float32: 3, torch.float16: 2, torch.bfloat16: 1}

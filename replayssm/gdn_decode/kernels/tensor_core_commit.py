@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm.dispatch import overlaps
 from replayssm.gdn_decode.configs import fold_tile
-from replayssm.gdn_decode.kernels.common import fetch, stride
+from replayssm.gdn_decode.kernels.common import PLAIN, fetch, record_place, record_slots, stride
 from replayssm.gdn_decode.kernels.tensor_core import PARTS
 from replayssm.gdn_decode.kernels.tensor_core_solve import solve_recorded
 from replayssm.gdn_decode.kernels.tensor_core_tiles import (
@@ -22,7 +22,6 @@ from replayssm.gdn_decode.kernels.tensor_core_tiles import (
     as_operand,
     as_tile,
     halves,
-    held,
     load_factor,
     load_tiles,
     operand_order,
@@ -31,6 +30,7 @@ from replayssm.gdn_decode.kernels.tensor_core_tiles import (
     side_by_side,
     store_tile,
 )
+from replayssm.kernels import held
 
 
 def can_fold(rawk: Tensor, ring_start: Tensor | None) -> bool:
@@ -86,22 +86,13 @@ def _fetch_ahead(
 ):  # fmt: skip
     """Ask for the rows of the program AHEAD places behind this one to be brought into the L2 cache."""
     later = tl.minimum(tl.program_id(0) + AHEAD, tl.num_programs(0) - 1)
-    request = (later // ROW_BLOCKS // HV % batch).to(tl.int64)
+    head, request, layer = record_place(later // ROW_BLOCKS, HV, batch)
     slot = tl.load(sources + request * s_sources).to(tl.int64)
     if (slot > null_block_id) & (tl.load(counts + request * s_counts) > 0):
-        layer = (later // ROW_BLOCKS // HV // batch).to(tl.int64)
-        head = state + layer * s_state_l + slot * s_state + later // ROW_BLOCKS % HV * (V * K)
-        fetch(head, later % ROW_BLOCKS * BV, V, K, BV)
+        fetch(state + layer * s_state_l + slot * s_state + head * (V * K), later % ROW_BLOCKS * BV, V, K, BV)
 
 
-# Numbers that change from call to call, or whose divisors do not matter: one kernel serves them all.
-_PLAIN = [
-    "s_sources", "s_targets", "s_counts", "s_track_slots", "s_track_steps", "batch", "HV", "heads_per_key",
-    "null_block_id",
-]  # fmt: skip
-
-
-@triton.jit(do_not_specialize=_PLAIN)
+@triton.jit(do_not_specialize=PLAIN)
 def _fold(
     state, rawv, rawk, solved, sources, targets, counts, track_slots, track_steps,
     s_state_l, s_state, s_rawv_l, s_rawv, s_rawk_l, s_rawk, s_sources, s_targets, s_counts, s_track_slots,
@@ -116,17 +107,10 @@ def _fold(
     ROW_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     MASKED: tl.constexpr = (V % BV != 0) or (KB * BLOCKS != K)
     first_row = tl.program_id(0) % ROW_BLOCKS * BV
-    head = tl.program_id(0) // ROW_BLOCKS % HV
-    request = (tl.program_id(0) // ROW_BLOCKS // HV % batch).to(tl.int64)
-    layer = (tl.program_id(0) // ROW_BLOCKS // HV // batch).to(tl.int64)
-    source = tl.load(sources + request * s_sources).to(tl.int64)
-    count = tl.load(counts + request * s_counts).to(tl.int32)
-    if targets is None:
-        target = source
-        live = (source > null_block_id) & (count > 0)
-    else:
-        target = tl.load(targets + request * s_targets).to(tl.int64)
-        live = (source > null_block_id) & (target > null_block_id)
+    head, request, layer = record_place(tl.program_id(0) // ROW_BLOCKS, HV, batch)
+    source, target, count, live = record_slots(
+        request, sources, targets, counts, s_sources, s_targets, s_counts, null_block_id
+    )
     if live:
         pool = state
         state += layer * s_state_l + head * (V * K)

@@ -8,7 +8,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm.delta_rule.kernels import exp, log_decay, near_inverse_norm, pick, strength
-from replayssm.gdn_decode.kernels.tensor_core_tiles import appended, held, store_parts
+from replayssm.gdn_decode.kernels.common import PLAIN, record_place
+from replayssm.gdn_decode.kernels.tensor_core_tiles import appended, store_parts
+from replayssm.kernels import held
 
 
 @triton.jit
@@ -155,13 +157,6 @@ def solve_ahead(
     tl.store(solved + 2 * TP + t[:, None] * TP + t[None, :], M)
 
 
-# Numbers that change from call to call, or whose divisors do not matter: one kernel serves them all.
-_PLAIN = [
-    "s_g_l", "s_g", "s_beta_l", "s_beta", "s_sources", "s_counts", "s_steps", "batch", "HV", "heads_per_key",
-    "null_block_id",
-]  # fmt: skip
-
-
 @triton.jit
 def _of_heads(pointer, count, T: tl.constexpr, TP: tl.constexpr, HEADS: tl.constexpr):
     """The first numbers of a window, of several heads; zeros beyond them."""
@@ -172,7 +167,7 @@ def _of_heads(pointer, count, T: tl.constexpr, TP: tl.constexpr, HEADS: tl.const
     return numbers
 
 
-@triton.jit(do_not_specialize=_PLAIN)
+@triton.jit(do_not_specialize=PLAIN)
 def solve_recorded(
     solved, rawk, g, beta, sources, counts, steps,
     s_rawk_l, s_rawk, s_g_l, s_g, s_beta_l, s_beta, s_sources, s_counts, s_steps, batch, HV, heads_per_key,
@@ -188,9 +183,7 @@ def solve_recorded(
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    head = tl.program_id(0) * HEADS % HV
-    request = (tl.program_id(0) * HEADS // HV % batch).to(tl.int64)
-    layer = (tl.program_id(0) * HEADS // HV // batch).to(tl.int64)
+    head, request, layer = record_place(tl.program_id(0) * HEADS, HV, batch)
     slot = tl.load(sources + request * s_sources).to(tl.int64)
     count = tl.load(counts + request * s_counts).to(tl.int32)
     count = tl.where(slot > null_block_id, count, 0)

@@ -9,20 +9,6 @@ import triton.language as tl
 
 
 @triton.jit
-def held(x, ASM: tl.constexpr):
-    """The tile itself, but the compiler neither moves what is done with it above this line nor what was done below it.
-
-    A loaded tile that needs another layout is written to shared memory right behind the load, which waits for it, so
-    that later loads start one latency late. Behind this line it is not.
-    """
-    if ASM:
-        PACK: tl.constexpr = 32 // x.dtype.primitive_bitwidth
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, PACK)
-    else:
-        return x
-
-
-@triton.jit
 def appended(items, x):
     """A tuple with one more element."""
     return items + (x,)  # noqa: RUF005 (the compiler takes no splat)

@@ -17,7 +17,6 @@ KINDS = {
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # fp8 travels as bytes: its codes are made and read with integer arithmetic, on every architecture.
 STORAGE = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16, "int8": tl.int8, "fp8": tl.uint8}
-NAN_STAYS = tl.constexpr(tl.PropagateNan.ALL)
 
 
 def raw(state: Tensor) -> Tensor:

@@ -5,10 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from replayssm.kernels import ring_row
 from replayssm.mamba.configs import materialize_tile, next_power_of_2, state_columns, window_rows
 from replayssm.mamba.kernels.common import DTYPES, KINDS, STORAGE, architecture, operand_dtype
 from replayssm.mamba.kernels.rounding import layer_seed
-from replayssm.mamba.kernels.window import fold_rows, fold_weights, load, ring_row, store, weighted
+from replayssm.mamba.kernels.window import fold_rows, fold_weights, load, store, weighted
 
 
 @triton.jit

@@ -5,20 +5,6 @@ import triton.language as tl
 
 
 @triton.jit
-def philox4x32(c0, c1, c2, c3, k0, k1, ROUNDS: tl.constexpr):
-    """Four random uint32 words of counters and keys that broadcast, all uint32."""
-    for _ in tl.static_range(ROUNDS):
-        high0 = tl.umulhi(c0, 0xD2511F53)
-        low0 = c0 * 0xD2511F53
-        high1 = tl.umulhi(c2, 0xCD9E8D57)
-        low1 = c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0 = k0 + 0x9E3779B9
-        k1 = k1 + 0xBB67AE85
-    return c0, c1, c2, c3
-
-
-@triton.jit
 def layer_seed(seed, layer):
     """The int64 seed of one layer, from the launch's int64 seed: splitmix64's finaliser."""
     word = seed.to(tl.uint64) ^ (0x9E3779B97F4A7C15 * (layer + 1).to(tl.uint64))
@@ -32,11 +18,9 @@ def noise_tile(seed, slot, head, rows, N: tl.constexpr, ROUNDS: tl.constexpr):
     """uint32 ``[rows, N]`` with 16 random bits an element; N is a multiple of 8, ``rows`` an int32 vector."""
     calls = tl.arange(0, N // 8)[None, :].to(tl.uint32)
     zero = calls * 0 + rows[:, None].to(tl.uint32) * 0
-    low = (seed & 0xFFFFFFFF).to(tl.uint32)
-    high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    w0, w1, w2, w3 = philox4x32(
-        zero + slot.to(tl.uint32), zero + head.to(tl.uint32), zero + rows[:, None].to(tl.uint32), zero + calls,
-        low, high, ROUNDS,
+    w0, w1, w2, w3 = tl.philox(
+        seed, zero + slot.to(tl.uint32), zero + head.to(tl.uint32), zero + rows[:, None].to(tl.uint32), zero + calls,
+        ROUNDS,
     )  # fmt: skip
     # join appends the fastest axis: ((w0, w2), (w1, w3)) comes out as w0, w1, w2, w3.
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(rows.shape[0], N // 2)

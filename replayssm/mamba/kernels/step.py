@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from replayssm.kernels import held, ring_row
 from replayssm.mamba.configs import (
     next_power_of_2,
     requests_in_order,
@@ -17,7 +18,7 @@ from replayssm.mamba.configs import (
     step_tile,
     window_rows,
 )
-from replayssm.mamba.kernels.common import KINDS, NAN_STAYS, architecture, in_words, operand_dtype, raw
+from replayssm.mamba.kernels.common import KINDS, architecture, in_words, operand_dtype, raw
 from replayssm.mamba.kernels.order import turn
 from replayssm.mamba.kernels.outputs import add_rows, of_head, skip_of, store_outputs, to_columns, window_decays
 from replayssm.mamba.kernels.read import read_state, state_operand
@@ -26,8 +27,6 @@ from replayssm.mamba.kernels.window import (
     fold_weights,
     load,
     planes,
-    ring_row,
-    settle,
     store,
     turned,
     weighted,
@@ -45,8 +44,8 @@ def _processed(dt, bias, dt_min, dt_max, SOFTPLUS: tl.constexpr, LIMIT: tl.const
         # NaN stays NaN: the minimum above makes a number of it.
         dt = tl.where(dt <= 20.0, small, dt)
     if LIMIT:
-        dt = tl.maximum(dt, dt_min, propagate_nan=NAN_STAYS)
-        dt = tl.minimum(dt, dt_max, propagate_nan=NAN_STAYS)
+        dt = tl.maximum(dt, dt_min, propagate_nan=tl.PropagateNan.ALL)
+        dt = tl.minimum(dt, dt_max, propagate_nan=tl.PropagateNan.ALL)
     return dt
 
 
@@ -84,7 +83,13 @@ def _step(
     FOLD_ROWS: tl.constexpr, STAGES: tl.constexpr, FOLD_STAGES: tl.constexpr, KIND: tl.constexpr,
     OPERAND: tl.constexpr, SOFTPLUS: tl.constexpr, LIMIT: tl.constexpr, ROUNDS: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
-    SETTLE: tl.constexpr = ARCH if BLOCKS == 1 else 0
+    """Score a request's new tokens in BLOCKS blocks of BP rows, fold its ring into them first when it is full.
+
+    Tiles have NP columns of a state, WP rows of the window, TK new tokens, XP rows of a head; what a product makes of
+    new tokens has TP columns. The cut of a fold (FOLDS, FOLD_ROWS, FOLD_STAGES) and STAGES are told of by
+    ``configs.Tile``, LISTED and BETWEEN by ``order.turn``, PLANES and WORDS by ``window.planes``.
+    """
+    HELD: tl.constexpr = ARCH > 0 and BLOCKS == 1
     PARTS: tl.constexpr = (P + BP - 1) // BP  # blocks of a head
     OWN: tl.constexpr = (BLOCKS + PARTS - 1) // PARTS  # heads that a program touches, all of one group
     DIGITS: tl.constexpr = 2 if KIND == "int8" and tl.bfloat16 == OPERAND and NP >= 32 and TK <= 4 else 1
@@ -174,10 +179,10 @@ def _step(
         dt_new = _processed(dt_new.to(tl.float32), bias[:, None], dt_min, dt_max, SOFTPLUS, LIMIT)
     tl.store(dt_cache + h[:, None] * ring_len + ring_seen[None, :], dt_new, mask=is_new[None, :])
     dt_rows = tl.where(is_new[None, :], dt_new, tl.where((w < old)[None, :], dt_old, 0.0))
-    c_rows = settle(c_rows, SETTLE)
+    c_rows = held(c_rows, HELD)
     c = tl.trans(c_rows).to(OPERAND)
     c_state, units = state_operand(c, C, s_C_t, seq_len, n_in, KIND, OPERAND, ARCH, DIGITS)
-    products = tl.dot(settle(B_rows, SETTLE).to(OPERAND), c, input_precision="tf32x3")
+    products = tl.dot(held(B_rows, HELD).to(OPERAND), c, input_precision="tf32x3")
     if first_block % (GROUP * PARTS) == 0:
         tl.store(B_cache + ring_seen[:, None] * N + n[None, :], B_rows, mask=is_new[:, None] & n_in[None, :])
     x_to = x_cache + ring_row(start, live + j, ring_len)[:, None] * P + (r // XP * (P * ring_len) + r % XP)[None, :]
@@ -257,13 +262,13 @@ def _step(
                 codes = load(codes_at, p_in[:, None] & n_in[None, :], MASKED)
                 x_rows_at = x_cache + i * P * ring_len + at + ring_seen[:, None] * P + p[None, :]
                 x_rows = tl.load(x_rows_at, mask=is_row[:, None] & p_in[None, :], other=0.0)
-            y = read_state(settle(codes, SETTLE), c_state, units, TP, KIND, OPERAND, ARCH, DIGITS)
+            y = read_state(held(codes, HELD), c_state, units, TP, KIND, OPERAND, ARCH, DIGITS)
             y *= to_columns(of_head(decays, i)[None, :], TP, DIGITS)
             if SCALED:
                 y *= load(state_scale + i * P + at + p, p_in, MASKED)[:, None]
             scores = to_columns(of_head(row_decays, i), TP, DIGITS) * products
             y = add_rows(
-                y, settle(x_rows, SETTLE), scores, pick, skip_of(skip, D, head, s_D, i, BLOCKS), OPERAND, D is not None
+                y, held(x_rows, HELD), scores, pick, skip_of(skip, D, head, s_D, i, BLOCKS), OPERAND, D is not None
             )  # fmt: skip
             z_at = z if z is None else z + i * P + at
             store_outputs(y, z_at, out + i * P + at, p, p_in, seq_len, s_z_t, s_out_t, DIGITS)

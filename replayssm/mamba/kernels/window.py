@@ -1,16 +1,9 @@
-"""What the step and the materialize kernel share: reading ring rows and folding them into rows of a state."""
+"""What the step and the materialize kernel share: folding ring rows into rows of a state."""
 
 import triton
 import triton.language as tl
 
 from replayssm.mamba.kernels.rounding import decode, decode_words, encode, encode_words, noise_tile
-
-
-@triton.jit
-def ring_row(start, row, ring_len):
-    """Ring row of logical row ``row`` (below ``2 * ring_len - start``), without a division."""
-    row = start + row
-    return tl.where(row >= ring_len, row - ring_len, row)
 
 
 @triton.jit
@@ -20,20 +13,6 @@ def load(pointer, mask, MASKED: tl.constexpr):
         return tl.load(pointer, mask=mask, other=0)
     else:
         return tl.load(pointer)
-
-
-@triton.jit
-def settle(tile, ARCH: tl.constexpr):
-    """The tile itself, but nothing that is done with it may move above this line.
-
-    A loaded tile that a matrix product reads goes through shared memory, which waits for the load. The compiler writes
-    that right behind the load, so that later loads start one latency late; behind this line it cannot.
-    """
-    if ARCH > 0:
-        PACK: tl.constexpr = 32 // tile.dtype.primitive_bitwidth
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], tile.dtype, False, PACK)
-    else:
-        return tile
 
 
 @triton.jit
