@@ -252,15 +252,9 @@ class ReplayCache(FixedCache):
             out, *prefilled = self._family.run_prompt(mixer, weights, hidden_states)
             pool.write_state(position, self.slots, *prefilled)
             return out
+        buffers = pool.buffers[position]
         return self._family.replay_forward(
-            mixer,
-            weights,
-            hidden_states,
-            pool.buffers[position],
-            pool.cursors,
-            self.slots,
-            pool.window,
-            pool.rand_seed,
+            mixer, weights, hidden_states, buffers, pool.cursors, self.slots, pool.window
         )
 
     def update(

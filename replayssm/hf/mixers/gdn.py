@@ -104,7 +104,6 @@ def replay_forward(
     cursors: Cursors,
     slots: Tensor,
     window: int,
-    rand_seed: Tensor | None,
 ) -> Tensor:
     """Score new tokens from a pool's checkpoint and ring.
 
@@ -116,7 +115,6 @@ def replay_forward(
         cursors: read only; a commit moves them.
         slots: int64 ``[batch]``.
         window: the pool's window.
-        rand_seed: None; GDN checkpoints are rounded to the nearest.
 
     Returns:
         ``[batch, tokens, hidden]``.

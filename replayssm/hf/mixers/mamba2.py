@@ -107,7 +107,6 @@ def replay_forward(
     cursors: Cursors,
     slots: Tensor,
     window: int,
-    rand_seed: Tensor | None,
 ) -> Tensor:
     """Score new tokens from a pool's checkpoint and ring.
 
@@ -119,7 +118,6 @@ def replay_forward(
         cursors: read only; a commit moves them.
         slots: int64 ``[batch]``.
         window: the pool's window.
-        rand_seed: the pool's seed for stochastic rounding or None.
 
     Returns:
         ``[batch, tokens, hidden]``.
@@ -129,7 +127,7 @@ def replay_forward(
     conv_out = convolve(weights, buffers.conv_rows, cursors, slots, conv_in, out)
     y = _scan(
         weights, buffers, (cursors.ring_start, cursors.num_live), split_inputs(mixer, weights, conv_out, dt), window,
-        slots=slots, rand_seed=rand_seed,
+        slots=slots,
     )  # fmt: skip
     return weights.out_proj(weights.norm(y.flatten(2), gate))
 
@@ -215,7 +213,6 @@ def _scan(
     window: int,
     *,
     slots: Tensor | None = None,
-    rand_seed: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """The recurrence over ``inputs`` x, dt, B, C, from the ring rows at ``places``: first live row and live rows."""
@@ -238,7 +235,6 @@ def _scan(
         True,
         slots,
         state_scale=buffers.state_scale,
-        rand_seed=rand_seed,
         max_window=window,
         dt_limit=weights.dt_limit,
     )

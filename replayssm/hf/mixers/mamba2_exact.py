@@ -37,7 +37,6 @@ def replay_forward(
     cursors: Cursors,
     slots: Tensor,
     window: int,
-    rand_seed: Tensor | None,
 ) -> Tensor:
     """Score new tokens behind the rows of the unfinished chunk.
 
@@ -49,7 +48,6 @@ def replay_forward(
         cursors: read only, for the convolution.
         slots: int64 ``[batch]``.
         window: not used; chunks are folded.
-        rand_seed: None; the state is fp32.
 
     Returns:
         ``[batch, tokens, hidden]``.
