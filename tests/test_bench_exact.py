@@ -3,7 +3,7 @@
 import json
 import sys
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -96,7 +96,11 @@ def test_megatron_and_mamba_ssm_are_measured_where_they_are(monkeypatch):
     modules = {name: ModuleType(name) for name in (
         "megatron", "megatron.core", "megatron.core.ssm", "megatron.core.ssm.ops", "mamba_ssm", "mamba_ssm.ops",
         "mamba_ssm.ops.triton", "megatron.core.ssm.ops.batch_invariant_decode", "mamba_ssm.ops.triton.ssd_combined",
+        *(f"megatron.core.ssm.ops.{beside}" for beside, _ in exact_peers._MEGATRON_TILES),
     )}  # fmt: skip
+    for (beside, name), tile in exact_peers._MEGATRON_TILES.items():
+        tiles = [SimpleNamespace(kwargs=kwargs) for kwargs in (dict.fromkeys(tile, 16), tile)]
+        setattr(modules[f"megatron.core.ssm.ops.{beside}"], name, SimpleNamespace(configs=tiles))
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     stepped, scanned = [], []
@@ -124,6 +128,9 @@ def test_megatron_and_mamba_ssm_are_measured_where_they_are(monkeypatch):
     steps, live = [family._step_buffers(line, cpu) for _ in range(2)], family._live_rows(line)
     row = exact_peers.beside_decode(timer, True, (16, 2, 1, 3, 1), steps, live, 16)
     assert row["megatron_us"] > 0 and row["peers"] == "Megatron-Core 9.9, this run"
+    for (beside, name), tile in exact_peers._MEGATRON_TILES.items():
+        (config,) = getattr(modules[f"megatron.core.ssm.ops.{beside}"], name).configs
+        assert config.kwargs == tile
     assert [rows for rows, _ in stepped[:2]] == [live.tolist()] * 2
     assert [id(state) for _, state in stepped[:6]] == [id(step["ssm_state"]) for step in steps * 3]  # in turn
     row = exact_peers.beside_scan(timer, True, (16, 2, 1, 40), family._inputs((40,), 2, 1, cpu))

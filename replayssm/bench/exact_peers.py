@@ -30,6 +30,15 @@ _MEGATRON_PATHS = (  # it has moved twice
     "megatron.core.ssm.ops.mamba2.batch_invariant_decode",
     "megatron.core.ssm.ops.batch_invariant_decode",
 )
+# The tiles that its batch-invariant mode pins, by module beside it and kernel. Left alone, its kernels measure which is
+# fastest in the first batch, and keep that one for all others; the kernel that folds would do so many times meanwhile.
+_MEGATRON_TILES = {
+    ("ssd_chunk_state", "_chunk_cumsum_fwd_kernel"): {"BLOCK_SIZE_H": 8},
+    ("ssd_chunk_state", "_chunk_state_fwd_kernel"): {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 32},
+    ("ssd_bmm", "_bmm_chunk_fwd_kernel"): {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 32},
+    ("ssd_chunk_scan", "_chunk_scan_fwd_kernel"): {"BLOCK_SIZE_M": 32, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32},
+    ("ssd_state_passing", "_state_passing_fwd_kernel"): {"BLOCK_SIZE": 1024},
+}
 
 
 def beside_decode(
@@ -80,8 +89,13 @@ def beside_scan(timer: Timer, peers: bool, sizes: tuple[int, int, int, int], inp
 
 
 def megatron() -> ModuleType:
-    """Megatron-Core's module of exact decode; raise ImportError if there is none."""
-    return import_module(next((path for path in _MEGATRON_PATHS if _exists(path)), _MEGATRON_PATHS[0]))
+    """Megatron-Core's module of exact decode, its tiles pinned; raise ImportError if there is none."""
+    path = next((path for path in _MEGATRON_PATHS if _exists(path)), _MEGATRON_PATHS[0])
+    module = import_module(path)
+    for (beside, name), tile in _MEGATRON_TILES.items():
+        kernel = getattr(import_module(f"{path.rpartition('.')[0]}.{beside}"), name)
+        kernel.configs = [config for config in kernel.configs if tile.items() <= config.kwargs.items()]
+    return module
 
 
 def _megatron(chunk: int, step: Mapping[str, Any], live: Tensor) -> Callable[[], object]:

@@ -52,6 +52,6 @@ def timed(
         for call in calls:
             call()
         return timer.micros({"us": calls * repeats})["us"]
-    except (ImportError, RuntimeError, TypeError, ValueError, AssertionError, OSError) as error:
+    except (ImportError, AttributeError, RuntimeError, TypeError, ValueError, AssertionError, OSError) as error:
         warnings.warn(f"{library} was not timed: {str(error)[:200]}", stacklevel=2)
         return None

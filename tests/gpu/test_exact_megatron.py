@@ -1,7 +1,5 @@
 """Megatron-Core's batch-invariant decode gives the same bits, outputs, states and rows, where it can be imported."""
 
-from math import prod
-
 import pytest
 import torch
 from exact_cases import INPUTS, bounds, pack
@@ -28,17 +26,6 @@ def _everything_is_made_on_the_device():
     torch.set_default_device("cuda")
     yield
     torch.set_default_device(before)
-
-
-@pytest.fixture(autouse=True)
-def _one_tile_each(monkeypatch):
-    """As its batch-invariant mode does: trying tiles would also fold a chunk several times."""
-    for helper in ("_chunk_cumsum_fwd", "_chunk_state_fwd", "_bmm_chunk_fwd", "_chunk_scan_fwd", "_state_passing_fwd"):
-        kernel = getattr(theirs, helper).__globals__[f"{helper}_kernel"]
-        sums = helper == "_chunk_cumsum_fwd"  # the one whose tile changes bits; Megatron-Core takes 8 heads
-        chosen = [c for c in kernel.configs if c.kwargs["BLOCK_SIZE_H"] == 8] if sums else kernel.configs
-        monkeypatch.setattr(kernel, "configs", [min(chosen, key=lambda config: prod(config.kwargs.values()))])
-        monkeypatch.setattr(kernel, "cache", {})
 
 
 def bits(tensor):
