@@ -75,7 +75,8 @@ def test_the_schemas_tell_what_is_written():
 
     rows = {"x_rows", "z_rows", "dt_rows", "B_rows", "C_rows", "num_buffered", "ring_start"}
     named = torch.ops.replayssm
-    step = rows | {"ssm_state", "target_rows", "chunk_flags", "out", "shadow", "arrivals"}
+    rows |= {"num_summed"}
+    step = rows | {"ssm_state", "target_rows", "chunk_flags", "out", "shadow", "arrivals", "sums"}
     assert written(named.batch_invariant_decode_step) == step
     assert written(named.batch_invariant_decode_store) == rows
     assert written(named.batch_invariant_decode_rows) == {"initial_states", "out"}

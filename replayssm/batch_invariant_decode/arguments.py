@@ -35,6 +35,8 @@ _STEP = {
     **_ROWS,
     "buffers.shadow": _SHADOW,
     "buffers.arrivals": "slots",
+    "buffers.sums": "slots nheads rows 2",
+    "buffers.num_summed": "slots",
     "x": "lanes tokens nheads headdim",
     "z": "lanes tokens nheads headdim",
     "dt": "lanes tokens nheads",
@@ -47,6 +49,7 @@ _STEP = {
 }
 _STORE = {
     **_ROWS,
+    "buffers.num_summed": "slots",
     "x": "tokens nheads headdim",
     "z": "tokens nheads headdim",
     "dt": "tokens nheads",
@@ -70,12 +73,11 @@ _FLAT = {
     "initial_states": "slots nheads headdim dstate",
     "out": "lanes nheads headdim",
 }
-_OPTIONAL = frozenset(
-    ("buffers.z", "buffers.C", "buffers.ring_start", "buffers.shadow", "buffers.arrivals", "z", "dt_bias", "D")
-)
+_KEPT = ("buffers.shadow", "buffers.arrivals", "buffers.sums", "buffers.num_summed")
+_OPTIONAL = frozenset(("buffers.z", "buffers.C", "buffers.ring_start", *_KEPT, "z", "dt_bias", "D"))
 _STATES = ("ssm_state", "initial_states")
 _CURSORS = ("buffers.num_buffered", "buffers.ring_start")
-_WRITTEN = (*_STATES, "out", "buffers.shadow", *(name for name in _ROWS if name not in _CURSORS))
+_WRITTEN = (*_STATES, "out", "buffers.shadow", "buffers.sums", *(name for name in _ROWS if name not in _CURSORS))
 
 
 def _check(specs: dict[str, str], tensors: dict[str, Tensor | None], optional: frozenset[str]) -> dict[str, int]:
@@ -112,9 +114,9 @@ def _dtypes(name: str, anchor: Tensor, tensors: dict[str, Tensor | None]) -> tup
     dt_rows = tensors.get("buffers.dt")
     if name in ("A", "dt_bias", "buffers.dt"):
         return FLOATS
-    if name in _STATES:
+    if name in _STATES or name == "buffers.sums":
         return (torch.float32,)
-    if name in ("buffers.num_buffered", "buffers.ring_start", "buffers.arrivals", "cu_seqlens"):
+    if name in ("buffers.num_buffered", "buffers.ring_start", "buffers.arrivals", "buffers.num_summed", "cu_seqlens"):
         return (torch.int32,)
     if name in ("batch_indices", "chunk_starts", "slots", "target_rows", "chunk_flags"):
         return INDICES
@@ -145,6 +147,8 @@ def check_step(*arguments: Any) -> None:
     if state is not None and state.dtype != torch.float32:
         raise AssertionError(f"ssm_state: batch-invariant decode requires an FP32 SSM state cache, got {state.dtype}")
     sizes = _check(_STEP, tensors, _OPTIONAL)
+    if (tensors["buffers.sums"] is None) != (tensors["buffers.num_summed"] is None):
+        raise ValueError("buffers.num_summed: expected it where buffers.sums is, and only there")
     if not 1 <= sizes["tokens"] <= max_tokens:
         expected = "exactly 1 token" if max_tokens == 1 else f"1..max_tokens={max_tokens} tokens"
         raise AssertionError(f"x: expected {expected} a lane, got {sizes['tokens']}")

@@ -12,7 +12,7 @@ from replayssm.batch_invariant_decode.arguments import check_refresh, check_stor
 from replayssm.checks import FLOATS, as_device, check_device, check_dtype, check_flag, check_range, check_shape
 from replayssm.ssd.arguments import check_chunk_size
 
-_PER_SLOT = ("x", "z", "dt", "B", "C", "num_buffered", "ring_start", "shadow")
+_PER_SLOT = ("x", "z", "dt", "B", "C", "num_buffered", "ring_start", "shadow", "sums", "num_summed")
 
 
 @dataclass
@@ -40,6 +40,13 @@ class BatchInvariantDecodeBuffers:
             it. Half the bytes of a step for half as much memory again.
         arrivals: int32 ``[S]``, by lane: zeros between calls; kernels count in it who has read a cursor. Without it a
             call makes its own.
+        sums: fp32 ``[S, H, R, 2]`` or None: what a GPU derives from dt for every row, so that no step does it for a
+            whole chunk again: dt behind bias, softplus and limits, and A times its sum from the chunk's first row on. A
+            CPU keeps none.
+        num_summed: int32 ``[S]`` or None, as ``sums`` is: how many rows from the oldest live one on have them. If fewer
+            than ``num_buffered``, the next step derives all of them. Kept numbers belong to one A, dt_bias, softplus
+            and limits: who changes these within a chunk, or copies rows without :meth:`per_slot`, sets the slot's
+            number to 0.
     """
 
     x: Tensor
@@ -55,6 +62,8 @@ class BatchInvariantDecodeBuffers:
     max_tokens: int = 1
     shadow: Tensor | None = None
     arrivals: Tensor | None = None
+    sums: Tensor | None = None
+    num_summed: Tensor | None = None
 
     @classmethod
     def allocate(
@@ -71,6 +80,7 @@ class BatchInvariantDecodeBuffers:
         max_tokens: int = 1,
         trimmed: bool = False,
         shadow: bool = False,
+        sums: bool | None = None,
     ) -> BatchInvariantDecodeBuffers:
         """Allocate zeroed buffers.
 
@@ -86,6 +96,7 @@ class BatchInvariantDecodeBuffers:
             max_tokens: most tokens a lane may have in one call, 1..Q.
             trimmed: leave z and C out, which saves nearly half of the memory.
             shadow: keep a rounded copy of the state; for bf16 and fp16.
+            sums: keep what is derived from dt, 8 bytes per row and head; None: on a CUDA device. A CPU does not use it.
 
         Raises:
             TypeError: a size is no whole number, device none, or an option no bool.
@@ -113,9 +124,12 @@ class BatchInvariantDecodeBuffers:
             raise ValueError(f"dtype: expected {' or '.join(str(d) for d in FLOATS)}, got {dtype}")
         check_flag("trimmed", trimmed)
         check_flag("shadow", shadow)
+        if sums is not None:
+            check_flag("sums", sums)
         if shadow and dtype == torch.float32:
             raise ValueError("shadow: expected a dtype of 16 bits, since an fp32 state is read as it is")
         device = as_device("device", device)
+        sums = device.type == "cuda" if sums is None else sums
         rows = chunk_size if max_tokens == 1 else chunk_size + 2 * max_tokens - 1
         zeros = lambda *shape, kind=dtype: torch.zeros(max_requests, *shape, dtype=kind, device=device)  # noqa: E731
         per_lane = () if max_tokens == 1 else (max_tokens,)
@@ -126,6 +140,8 @@ class BatchInvariantDecodeBuffers:
             target_rows=zeros(kind=torch.int32), chunk_flags=zeros(kind=torch.int32),
             ring_start=None if max_tokens == 1 else zeros(kind=torch.int32), max_tokens=max_tokens,
             shadow=zeros(nheads, headdim, dstate) if shadow else None, arrivals=zeros(kind=torch.int32),
+            sums=zeros(nheads, rows, 2, kind=torch.float32) if sums else None,
+            num_summed=zeros(kind=torch.int32) if sums else None,
         )  # fmt: skip
 
     @property
@@ -177,7 +193,7 @@ class BatchInvariantDecodeBuffers:
         self, x: Tensor, z: Tensor | None, dt: Tensor, B: Tensor, C: Tensor | None, cu_seqlens: Tensor,
         batch_indices: Tensor, extend: bool,
     ) -> None:  # fmt: skip
-        rows = self.x, self.z, self.dt, self.B, self.C, self.num_buffered, self.ring_start
+        rows = self.x, self.z, self.dt, self.B, self.C, self.num_buffered, self.ring_start, self.num_summed
         n = check_store(*rows, x, z, dt, B, C, cu_seqlens, batch_indices)
         ops.store_tails(*rows, x, z, dt, B, C, cu_seqlens, batch_indices[:n], self.chunk_size, extend)
 

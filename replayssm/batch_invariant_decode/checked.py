@@ -23,6 +23,8 @@ def check_values(
     out: Tensor,
     shadow: Tensor | None,
     arrivals: Tensor | None,
+    sums: Tensor | None,
+    num_summed: Tensor | None,
     x: Tensor,
     z: Tensor | None,
     dt: Tensor,

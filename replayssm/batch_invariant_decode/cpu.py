@@ -61,6 +61,8 @@ def step(
     out: Tensor,
     shadow: Tensor | None,
     arrivals: Tensor | None,
+    sums: Tensor | None,
+    num_summed: Tensor | None,
     x: Tensor,
     z: Tensor | None,
     dt: Tensor,
@@ -96,6 +98,8 @@ def step(
         y, boundary = slot.verify(start, live, C[lane])
         out[lane] = finish(y, x[lane], shared.D, None if z is None else z[lane])
         target_rows[lane] = live
+        if num_summed is not None:
+            num_summed[number] = 0  # a GPU keeps sums, and sums its own
         if ring_start is None:
             num_buffered[number] = live + 1 if boundary is None else 0
             if boundary is not None:

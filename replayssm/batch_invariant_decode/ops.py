@@ -12,9 +12,10 @@ _FAMILY = "batch_invariant_decode"
 step = define(
     "batch_invariant_decode_step(Tensor(a!) ssm_state, Tensor(b!) x_rows, Tensor(c!)? z_rows, Tensor(d!) dt_rows, "
     "Tensor(e!) B_rows, Tensor(f!)? C_rows, Tensor(g!) num_buffered, Tensor(h!)? ring_start, Tensor(i!) target_rows, "
-    "Tensor(j!) chunk_flags, Tensor(k!) out, Tensor(l!)? shadow, Tensor(m!)? arrivals, Tensor x, Tensor? z, "
-    "Tensor dt, Tensor B, Tensor C, Tensor A, Tensor? D, Tensor? dt_bias, Tensor batch_indices, int chunk_size, "
-    "int most_live, bool dt_softplus, float dt_min, float dt_max) -> ()",
+    "Tensor(j!) chunk_flags, Tensor(k!) out, Tensor(l!)? shadow, Tensor(m!)? arrivals, Tensor(n!)? sums, "
+    "Tensor(o!)? num_summed, Tensor x, Tensor? z, Tensor dt, Tensor B, Tensor C, Tensor A, Tensor? D, "
+    "Tensor? dt_bias, Tensor batch_indices, int chunk_size, int most_live, bool dt_softplus, float dt_min, "
+    "float dt_max) -> ()",
     by_device(_FAMILY, "step", check_values),
 )
 decode_rows = define(
@@ -25,8 +26,8 @@ decode_rows = define(
 )
 store_tails = define(
     "batch_invariant_decode_store(Tensor(a!) x_rows, Tensor(b!)? z_rows, Tensor(c!) dt_rows, Tensor(d!) B_rows, "
-    "Tensor(e!)? C_rows, Tensor(f!) num_buffered, Tensor(g!)? ring_start, Tensor x, Tensor? z, Tensor dt, Tensor B, "
-    "Tensor? C, Tensor cu_seqlens, Tensor batch_indices, int chunk_size, bool extend) -> ()",
+    "Tensor(e!)? C_rows, Tensor(f!) num_buffered, Tensor(g!)? ring_start, Tensor(h!)? num_summed, Tensor x, Tensor? z, "
+    "Tensor dt, Tensor B, Tensor? C, Tensor cu_seqlens, Tensor batch_indices, int chunk_size, bool extend) -> ()",
     by_device(_FAMILY, "store_tails"),
 )
 masked_update_rows = define(

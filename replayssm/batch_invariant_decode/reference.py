@@ -25,6 +25,8 @@ def step(
     out: Tensor,
     shadow: Tensor | None,
     arrivals: Tensor | None,
+    sums: Tensor | None,
+    num_summed: Tensor | None,
     x: Tensor,
     z: Tensor | None,
     dt: Tensor,

@@ -83,15 +83,15 @@ def batch_invariant_decode_buffered_scan(
     dt_limit = tuple(dt_limit) if isinstance(dt_limit, list) else dt_limit
     rows = buffers.x, buffers.z, buffers.dt, buffers.B, buffers.C, buffers.num_buffered, buffers.ring_start
     check_step(
-        *rows, buffers.shadow, buffers.arrivals, x, z, dt, B, C, A, dt_bias, batch_indices, ssm_state, D,
-        buffers.max_tokens, dt_softplus, dt_limit,
+        *rows, buffers.shadow, buffers.arrivals, buffers.sums, buffers.num_summed, x, z, dt, B, C, A, dt_bias,
+        batch_indices, ssm_state, D, buffers.max_tokens, dt_softplus, dt_limit,
     )  # fmt: skip
     lanes, chunk_size = x.shape[0], buffers.chunk_size
     most_live = chunk_size - 1 if buffers.ring_start is None else chunk_size - 1 + buffers.max_tokens
     out = buffers.out.view(-1)[: x.numel()].view(x.shape)
     ops.step(
         ssm_state, *rows, buffers.target_rows[:lanes], buffers.chunk_flags[:lanes], out, buffers.shadow,
-        buffers.arrivals, x, z, dt, B, C, A, D, dt_bias, batch_indices, chunk_size, most_live, dt_softplus,
-        float(dt_limit[0]), float(dt_limit[1]),
+        buffers.arrivals, buffers.sums, buffers.num_summed, x, z, dt, B, C, A, D, dt_bias, batch_indices, chunk_size,
+        most_live, dt_softplus, float(dt_limit[0]), float(dt_limit[1]),
     )  # fmt: skip
     return out

@@ -46,6 +46,7 @@ def store_tails(
     C_rows: Tensor | None,
     num_buffered: Tensor,
     ring_start: Tensor | None,
+    num_summed: Tensor | None,
     x: Tensor,
     z: Tensor | None,
     dt: Tensor,
@@ -78,6 +79,8 @@ def store_tails(
         num_buffered[slot] = tail
         if ring_start is not None:
             ring_start[slot] = start
+        if num_summed is not None:
+            num_summed[slot] = 0
 
 
 def commit(num_buffered: Tensor, batch_indices: Tensor, num_accepted: Tensor, max_tokens: int) -> None:

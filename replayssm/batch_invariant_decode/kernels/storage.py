@@ -117,7 +117,7 @@ def _store_rows(
 
 @triton.jit
 def _store_cursors(
-    num_buffered, ring_start, cu_seqlens, slots, ring_len, chunk_size, EXTEND: tl.constexpr
+    num_buffered, ring_start, num_summed, cu_seqlens, slots, ring_len, chunk_size, EXTEND: tl.constexpr
 ):  # fmt: skip
     """Program (sequence)."""
     sequence = tl.program_id(0)
@@ -127,6 +127,8 @@ def _store_cursors(
         tl.store(num_buffered + slot, tail)
         if ring_start is not None:
             tl.store(ring_start + slot, start)
+        if num_summed is not None:
+            tl.store(num_summed + slot, 0)
 
 
 def store_tails(
@@ -137,6 +139,7 @@ def store_tails(
     C_rows: Tensor | None,
     num_buffered: Tensor,
     ring_start: Tensor | None,
+    num_summed: Tensor | None,
     x: Tensor,
     z: Tensor | None,
     dt: Tensor,
@@ -158,7 +161,9 @@ def store_tails(
         *(stride(r) for r in rows), *(stride(r, 1) for r in rows), *(stride(v) for v in values), ring_len, chunk_size,
         X=x_rows[0, 0].numel(), H=dt_rows.shape[2], B_SIZE=B_rows[0, 0].numel(), BLOCK=1024, EXTEND=extend,
     )  # fmt: skip
-    _store_cursors[(sequences,)](num_buffered, ring_start, cu_seqlens, slots, ring_len, chunk_size, EXTEND=extend)
+    _store_cursors[(sequences,)](
+        num_buffered, ring_start, num_summed, cu_seqlens, slots, ring_len, chunk_size, EXTEND=extend
+    )
 
 
 @triton.jit
