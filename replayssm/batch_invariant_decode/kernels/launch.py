@@ -63,8 +63,8 @@ def step(
     new = Rows(packed(x, 2), None if z is None else packed(z, 2), packed(dt, 2), packed(B, 2), packed(C, 2))
     call = _Call(
         ssm_state, shadow, sums, num_summed, rows, new, x_rows.shape[1], num_buffered, ring_start,
-        packed(batch_indices, 0), None, target_rows, chunk_flags, out, packed(A, 0), D, None if dt_bias is None else packed(dt_bias, 0), chunk_size,
-        dt_softplus, dt_min, dt_max,
+        packed(batch_indices, 0), None, target_rows, chunk_flags, out, packed(A, 0), D,
+        None if dt_bias is None else packed(dt_bias, 0), chunk_size, dt_softplus, dt_min, dt_max,
     )  # fmt: skip
     _launch(call, arrivals)
 
@@ -96,8 +96,8 @@ def decode_rows(
     tokens = Rows(*(None if t is None else t.expand(1, *t.shape[1:]) for t in flat))  # type: ignore[arg-type]
     call = _Call(
         initial_states, None, None, None, rows, tokens, (1 << 31) - 1, target_rows, None, packed(slots, 0),
-        chunk_starts, target_rows, chunk_flags, out.unsqueeze(1), packed(A, 0), D, None if dt_bias is None else packed(dt_bias, 0),
-        chunk_size, dt_softplus, dt_min, dt_max,
+        chunk_starts, target_rows, chunk_flags, out.unsqueeze(1), packed(A, 0), D,
+        None if dt_bias is None else packed(dt_bias, 0), chunk_size, dt_softplus, dt_min, dt_max,
     )  # fmt: skip
     _launch(call, None)
 
