@@ -76,7 +76,8 @@ def generate(
         temperature: divides the logits when drawing.
         top_k: draw from the k most likely tokens only.
         top_p: draw from the most likely tokens that together hold this probability.
-        seed: with a request id and a position it fixes what is drawn, 0..2^64-1.
+        seed: with a request id and a position it fixes what is drawn, 0..2^64-1: the same in every call, whatever
+            torch's generators hold.
         request_ids: one number in 0..2^32-1 per row that names its text; 0, 1, ... by default. A row draws the same
             tokens in any batch under the same id.
         eos_token_id: one or several ids that end a row. None: those of ``model.generation_config``; an empty sequence:

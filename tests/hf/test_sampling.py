@@ -1,5 +1,7 @@
 """Sampling: the noise belongs to a place in a text, and what is drawn has the model's distribution."""
 
+import functools
+
 import pytest
 import torch
 from tiny import fresh_model, make_prompts, pad, shared_model
@@ -123,6 +125,23 @@ def test_same_seed_same_text_with_and_without_drafts_and_in_any_batch():
         assert sample([prompts[row]], half_right, [row])[0] == [expected[row]]
     assert sample([prompts[2], prompts[0]], "lookup", [2, 0])[0] == [expected[2], expected[0]]
     assert sample(prompts, None, None, seed=5)[0] != expected
+
+
+@pytest.mark.parametrize("through_transformers", [False, True])
+def test_another_sample_needs_another_seed(through_transformers):
+    """A second call draws the same, and torch's generator is neither asked nor moved."""
+    model, ids = shared_model(), torch.tensor(make_prompts("biases", (7,)))
+    options = {"do_sample": True, "max_new_tokens": 20, "eos_token_id": ()}
+    if through_transformers:
+        options |= {"custom_generate": hf.custom_generate, "eos_token_id": None}
+    run = model.generate if through_transformers else functools.partial(hf.generate, model)
+    texts = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        texts.append(run(ids, **options))
+        assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(*texts) and not torch.equal(run(ids, seed=1, **options), texts[0])
 
 
 def test_equal_prompts_draw_different_texts():
