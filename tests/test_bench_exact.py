@@ -24,6 +24,7 @@ def test_tables(capsys):
     assert [(row["tokens"], row["mode"], row["batch"]) for row in tables["exact"]] == [(1, "mix", 3), (4, "mix", 3)]
     for row in (*tables["exact"], *tables["chunk_scan"]):
         assert row["us"] > row["floor_us"] > 0 and row["error"] == 0 and row["peers"] is None
+    assert {row["sums_bytes"] for row in tables["exact"]} == {None}  # a CPU keeps none
     (scan,) = tables["chunk_scan"]
     assert scan["bytes"] == 4 * scan["length"] * (3 * 6 * 64 + 2 * 2 * 128 + 6)
 

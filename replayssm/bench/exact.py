@@ -3,8 +3,9 @@
 ``mix``: rows 0..Q-1 of their chunks spread over the batch, as in a server; with one token every call moves on by a
 row, and chunks are folded as they fill. ``chunk``: the mean over as many consecutive steps as a chunk has rows, so that
 every lane folds once. The floor is the time of the bytes at the copy ceiling: one read of the states, live rows,
-tokens, and of each fold its write of the state and read of the rows. Before anything is timed, steps and one scan over
-the same tokens are compared with ``torch.equal``.
+tokens, and of each fold its write of the state and read of the rows. ``workspace_bytes`` is what a step allocates and
+gives back, ``sums_bytes`` what its buffers keep of dt between steps. Before anything is timed, steps and one scan over the
+same tokens are compared with ``torch.equal``.
 """
 
 from __future__ import annotations
@@ -189,6 +190,7 @@ def _run_decode(line: Decode, peers: bool, timer: Timer) -> Row:
     calls = [partial(batch_invariant_decode_buffered_scan, **pool) for pool in pools]
     on_cpu = timer.device.type == "cpu"
     workspace = None if on_cpu else _workspace(calls[0])
+    sums = pools[0]["buffers"].sums
     repeats = line.chunk if line.mode == "chunk" else 1
     ways: dict[str, Calls] = {"us": calls * repeats}
     if few := timer.cached_sets(state):
@@ -199,7 +201,8 @@ def _run_decode(line: Decode, peers: bool, timer: Timer) -> Row:
     floor = moved / timer.ceiling
     row = _columns(line) | {
         "us": times["us"], "cached_us": times.get("cached_us"), "bytes": moved, "floor_us": floor,
-        "of_ceiling": floor / times["us"], "workspace_bytes": workspace, "error": error,
+        "of_ceiling": floor / times["us"], "workspace_bytes": workspace,
+        "sums_bytes": None if sums is None else sums.nbytes, "error": error,
     }  # fmt: skip
     if on_cpu:
         return row | dict.fromkeys(("megatron_us", "plain_us", "peers"))
