@@ -4,8 +4,8 @@
 row, and chunks are folded as they fill. ``chunk``: the mean over as many consecutive steps as a chunk has rows, so that
 every lane folds once. The floor is the time of the bytes at the copy ceiling: one read of the states, live rows,
 tokens, and of each fold its write of the state and read of the rows. ``workspace_bytes`` is what a step allocates and
-gives back, ``sums_bytes`` what its buffers keep of dt between steps. Before anything is timed, steps and one scan over the
-same tokens are compared with ``torch.equal``.
+gives back, ``sums_bytes`` what its buffers keep of dt between steps. Before anything is timed, steps and one scan over
+the same tokens are compared with ``torch.equal``.
 """
 
 from __future__ import annotations
