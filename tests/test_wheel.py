@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import replayssm.models
+
 ROOT = Path(__file__).parent.parent
 LARGEST = 15 << 20  # bytes that the shipped models may take
 
@@ -66,6 +68,13 @@ def _run(installed, tmp_path, *arguments):
     return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, stdin=subprocess.DEVNULL)
 
 
+def metadata(wheel):
+    """The lines of the wheel's METADATA."""
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (n for n in archive.namelist() if n.endswith("/METADATA"))
+    return archive.read(name).decode().splitlines()
+
+
 def test_wheel_holds_the_whole_package_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     package = {name for name in names if ".dist-info/" not in name}
@@ -76,7 +85,6 @@ def test_wheel_holds_the_whole_package_and_nothing_else(wheel):
     }
     assert package == source
     assert "replayssm/py.typed" in package
-    assert any(name.endswith("/licenses/LICENSE") for name in names)
     assert any(name.startswith("replayssm/models/") and name.endswith(".safetensors") for name in package)
 
 
@@ -85,10 +93,20 @@ def test_shipped_models_are_small(wheel):
     assert sum(info.file_size for info in models) <= LARGEST
 
 
-def test_metadata_asks_for_ranges(wheel):
+def test_metadata_tells_the_licences_of_the_models_too(wheel):
+    """What looks into the metadata alone, an audit say, must not miss the terms that the models came with."""
+    assert "License-Expression: Apache-2.0 AND PSF-2.0" in metadata(wheel)
+    texts = ["LICENSE", *(str(path.relative_to(ROOT)) for path in ROOT.glob("replayssm/models/*/LICENSE*"))]
+    assert len(texts) == 1 + len(replayssm.models.NAMES)
     archive = zipfile.ZipFile(wheel)
-    (name,) = (n for n in archive.namelist() if n.endswith("/METADATA"))
-    required = [line.split(":", 1)[1] for line in archive.read(name).decode().splitlines() if "Requires-Dist" in line]
+    for text in texts:
+        assert f"License-File: {text}" in metadata(wheel)
+        (name,) = (n for n in archive.namelist() if n.endswith(f".dist-info/licenses/{text}"))
+        assert archive.read(name) == (ROOT / text).read_bytes()
+
+
+def test_metadata_asks_for_ranges(wheel):
+    required = [line.split(":", 1)[1] for line in metadata(wheel) if "Requires-Dist" in line]
     unconditional = [line.strip() for line in required if "extra ==" not in line]
     assert sorted(line.split(">=")[0] for line in unconditional) == ["rich", "torch"]
     assert not any("==" in line for line in unconditional)
