@@ -53,7 +53,7 @@ def test_the_scan_equals_the_token_loop(dtype, D, with_z, with_bias, ngroups, li
 
 def in_two_blocks(monkeypatch):
     """Make outputs of a chunk of 32 rows in two blocks, for two heads of a group and then one."""
-    monkeypatch.setattr(scan_launch, "scan_tile", lambda *_: ScanTile(16, 16, 2, 4, 1))
+    monkeypatch.setattr(scan_launch, "scan_tile", lambda *_: ScanTile(16, 16, 16, 2, 4, 1))
 
 
 @pytest.mark.parametrize("chunk_size", [32, 21])
@@ -128,13 +128,14 @@ def test_the_form_follows_from_sizes_alone():
     sizes = (64, 128, 128, 2, 1)
     assert batch_tile(*sizes, 15, 16) is None and batch_tile(*sizes, 3, 128) is None
     assert batch_tile(*sizes, 16, 16) and batch_tile(*sizes, 4, 128)
-    assert batch_tile(64, 128, 128, 4, 1, 99, 99) is None and batch_tile(256, 256, 256, 2, 1, 99, 99) is None
+    assert batch_tile(64, 128, 128, 4, 1, 1, 1) and batch_tile(160, 128, 128, 4, 1, 99, 99) is None
+    assert batch_tile(256, 256, 256, 2, 1, 99, 99) is None
     assert [batch_tile(64, N, Q, 2, 1, 99, 99).heads for N, Q in ((128, 128), (256, 128), (128, 256))] == [2, 1, 1]
 
 
 def take(form, monkeypatch):
     """Make steps take one launch or two, whatever the size of the batch."""
-    tile = BatchTile(8, 16, None, 32, 2, 16, 16, 2, 1, 4, None) if form == "two launches" else None
+    tile = BatchTile(8, 16, 4, None, 32, 2, 16, 16, 2, 1, 4, None, 3) if form == "two launches" else None
     monkeypatch.setattr(launch, "batch_tile", lambda *_: tile)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from replayssm.ssd.configs import padded
+from replayssm.ssd.configs import TERMS, padded
 
 _MOST_SHARED = 216 << 10  # bytes that the programs on a multiprocessor share, with some room
 
@@ -50,8 +50,9 @@ def step_tile(headdim: int, dstate: int, input_bytes: int) -> StepTile:
         dstate: N.
         input_bytes: bytes of one element of x.
     """
-    if input_bytes == 4:  # fp32 products run without matrix units
-        return StepTile(16, 16, 16, min(32, padded(dstate)), 4, None)
+    if input_bytes == 4:
+        rows = min(32, padded(headdim))
+        return StepTile(rows, rows, TERMS, min(TERMS, padded(dstate)), 4, None)
     rows = min(64 if dstate <= 128 else 32, padded(headdim))
     return StepTile(rows, min(rows, 16), 32, min(64, padded(dstate)), 4, None)
 
@@ -62,6 +63,7 @@ class BatchTile(NamedTuple):
     Attributes:
         prepare_heads: heads of a program that forms weights.
         prepare_columns: columns (state dim) of one product of B and C.
+        prepare_warps: warps there.
         prepare_registers: most registers of a thread there, or None.
         stored: elements of a new row that a program stores.
         heads: heads of a group that a program of the second kernel streams.
@@ -71,10 +73,12 @@ class BatchTile(NamedTuple):
         moved: lanes that they look at together.
         warps: warps of a program of the second kernel.
         registers: most registers of a thread there, or None.
+        stages: loads in flight where there are loops over blocks.
     """
 
     prepare_heads: int
     prepare_columns: int
+    prepare_warps: int
     prepare_registers: int | None
     stored: int
     heads: int
@@ -84,6 +88,7 @@ class BatchTile(NamedTuple):
     moved: int
     warps: int
     registers: int | None
+    stages: int
 
 
 def batch_tile(
@@ -100,8 +105,10 @@ def batch_tile(
         lanes: R.
         nheads: H.
     """
+    if input_bytes == 4:
+        return _fp32_batch_tile(headdim, dstate, chunk_size, tokens)
     # One launch is faster, until a lane folds: the more lanes, the more often one does.
-    if input_bytes == 4 or lanes * nheads < (256 if lanes >= 16 else 512):
+    if lanes * nheads < (256 if lanes >= 16 else 512):
         return None
     rows, columns = chunk_rows(chunk_size), padded(dstate)
     held = [  # bytes in shared memory: states in fp32, rows of x, and the two operands with a column for every token
@@ -112,6 +119,15 @@ def batch_tile(
         return None
     heads = 2 if 2 * held[1] <= _MOST_SHARED else 1  # two programs on a multiprocessor, if possible
     return BatchTile(
-        8, min(64 if chunk_size <= 128 else 32, columns), 128 if chunk_size <= 128 else None, 1024, heads,
-        min(32, padded(headdim)), min(64, rows), 128, 256, 4 * heads, 128,
+        8, min(64 if chunk_size <= 128 else 32, columns), 4, 128 if chunk_size <= 128 else None, 1024, heads,
+        min(32, padded(headdim)), min(64, rows), 128, 256, 4 * heads, 128, 3,
     )  # fmt: skip
+
+
+def _fp32_batch_tile(headdim: int, dstate: int, chunk_size: int, tokens: int) -> BatchTile | None:
+    """Two launches are faster whatever the number of lanes: in one, every head would multiply B and C anew."""
+    if padded(headdim) > 128 or tokens > 32:
+        return None
+    columns, rows = min(TERMS, padded(dstate)), min(TERMS, padded(chunk_size))
+    warps = 8 if chunk_size > 128 else 4
+    return BatchTile(8, columns, warps, None, 1024, 1, 16, rows, 128, 256, 4, None, 3)

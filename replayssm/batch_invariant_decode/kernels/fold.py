@@ -3,8 +3,9 @@
 import triton
 import triton.language as tl
 
+from replayssm.batch_invariant_decode.kernels.blocks import state_times
 from replayssm.batch_invariant_decode.kernels.lanes import row_pointers
-from replayssm.ssd.kernels.arithmetic import finished, fold_columns, holds_no_number
+from replayssm.ssd.kernels.arithmetic import finished, fold_columns, holds_no_number, multiply, times
 
 
 @triton.jit
@@ -21,7 +22,7 @@ def score(
     t = tl.arange(0, carried.shape[1])
     token = tl.arange(0, BT)
     decay = tl.load(decays + t, mask=t < seq_len, other=0.0)
-    y = carried * decay[None, :]
+    y = times(carried, decay[None, :], OPERAND)
     for j0 in tl.range(0, rows, BT, num_stages=1 if CAREFUL else 2):
         j = j0 + token
         w = tl.load(weights + (t * ROWS)[None, :] + j[:, None], mask=(t < seq_len)[None, :], other=0.0)
@@ -33,11 +34,11 @@ def score(
                 old = y
                 for i in range(0, seq_len):
                     seen = tl.where((j <= before + i)[:, None], tile, 0.0).to(OPERAND)
-                    y = tl.where((t == i)[None, :], tl.dot(tl.trans(seen), w, old, input_precision="ieee"), y)
+                    y = tl.where((t == i)[None, :], multiply(tl.trans(seen), w, old, True), y)
             else:
-                y = tl.dot(tl.trans(tile), w, y, input_precision="ieee")
+                y = multiply(tl.trans(tile), w, y, True)
         else:
-            y = tl.dot(tl.trans(tile), w, y, input_precision="ieee")
+            y = multiply(tl.trans(tile), w, y, True)
     return y
 
 
@@ -57,7 +58,7 @@ def folded(
         x_tile = tl.load(x_at[:, None] + p[None, :], mask=j_in[:, None] & p_in[None, :], other=0.0)
         B_tile = tl.load(B_at[:, None] + n[None, :], mask=j_in[:, None] & (n < N)[None, :], other=0.0)
         scaled = fold_columns(B_tile, tl.load(scales + j, mask=j_in, other=0.0), OPERAND)
-        added = tl.dot(tl.trans(x_tile), scaled, added, input_precision="ieee")
+        added = multiply(tl.trans(x_tile), scaled, added, True)
     return tl.fma(decay, state, added)
 
 
@@ -86,10 +87,14 @@ def tokens_of(x, z, D, p, mask, t, s_x, s_z):
 def cross_chunks(
     state, shadow, C, x_rows, x, B_rows, B, z, D, out, weights, decays, scales, fold_decays, folds,
     start, live, stored, x_row, s_x, B_row, s_B, s_z, s_out, s_D_element, seq_len, ring_len, nheads, chunk_size, p0,
+    full,
     P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, ROWS: tl.constexpr, BP: tl.constexpr, FP: tl.constexpr,
     BT: tl.constexpr, LAZY: tl.constexpr, FLAT: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``p0..p0 + BP`` of one head: score every chunk's tokens, fold in between, store what is settled."""
+    """Rows ``p0..p0 + BP`` of one head: score every chunk's tokens, fold in between, store what is settled.
+
+    ``full``: without ``LAZY``, whether the tokens fill the first chunk.
+    """
     end = live + seq_len
     n = tl.arange(0, NP)
     t = tl.arange(0, C.shape[1])
@@ -105,7 +110,7 @@ def cross_chunks(
             before = live - first
             if before < chunk_size:
                 rows = tl.minimum(before + seq_len, chunk_size)
-                carried = tl.dot(block.to(OPERAND), C, input_precision="ieee")
+                carried = state_times(block, C, NP, OPERAND)
                 y = score(
                     carried, x_rows, x, weights, decays, q_in, q, start, first, before, rows, stored, x_row, s_x,
                     seq_len, ring_len, ROWS, BT, LAZY, OPERAND,
@@ -114,7 +119,7 @@ def cross_chunks(
                 x_new, gate = tokens_of(x, z, D, q, mine, t, s_x, s_z)
                 y = finished(y, x_new, skip, gate, D is not None, z is not None)
                 tl.store(out + (t * s_out)[None, :] + q[:, None], y.to(out.dtype.element_ty), mask=mine)
-            if end > first + chunk_size or not LAZY:
+            if end > first + chunk_size if LAZY else full:
                 block = folded(
                     block, x_rows, x, B_rows, B, scales + c * nheads * ROWS, tl.load(fold_decays + c * nheads), q_in, q,
                     start, first, end if FLAT else chunk_size, stored, x_row, s_x, B_row, s_B, ring_len,

@@ -193,7 +193,8 @@ def _launch_two(call: _Call, tile: BatchTile) -> None:
         *(stride(tensor) for tensor in new), *(stride(tensor, 1) for tensor in new),
         T, call.ring_len, H, G, H // G, call.chunk_size, call.dt_min, call.dt_max, lanes, parts,
         BN=tile.prepare_columns, HEADS=tile.prepare_heads, TOGETHER=1 if T == 1 else 4, WIDTH=tile.stored,
-        SOFTPLUS=call.dt_softplus, num_warps=4, maxnreg=tile.prepare_registers, **shared,
+        SOFTPLUS=call.dt_softplus, num_warps=tile.prepare_warps, num_stages=tile.stages,
+        maxnreg=tile.prepare_registers, **shared,
     )  # fmt: skip
     stream_kernel[(tile.workers + lanes * G * triton.cdiv(H // G, tile.heads),)](
         call.ssm_state, call.shadow, rows.x, rows.B, new.x, new.z, new.B, new.C, call.D, call.out,
@@ -204,8 +205,8 @@ def _launch_two(call: _Call, tile: BatchTile) -> None:
         call.out.stride(0), call.out.stride(1), *call.skip_strides(), T, call.ring_len, H, G, H // G, call.chunk_size,
         lanes, tile.workers, P=headdim, NP=dstate, HEADS=tile.heads, WIDTH=triton.next_power_of_2(tile.heads * P),
         TP=tokens, COLUMNS=max(8, triton.next_power_of_2(tile.heads) * tokens), FP=tile.fold_rows,
-        BT=min(tile.fold_tokens, shared["ROWS"]), MOVED=tile.moved, ONE=T == 1, LAZY=call.ring_start is not None,
-        num_warps=tile.warps, maxnreg=tile.registers, launch_pdl=overlap, **shared,
+        BT=min(tile.fold_tokens, shared["ROWS"]), MOVED=tile.moved, ONE=T == 1, STAGES=tile.stages,
+        LAZY=call.ring_start is not None, num_warps=tile.warps, maxnreg=tile.registers, launch_pdl=overlap, **shared,
     )  # fmt: skip
 
 

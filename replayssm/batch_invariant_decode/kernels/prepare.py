@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from replayssm.batch_invariant_decode.kernels.lanes import row_pointers
-from replayssm.ssd.kernels.arithmetic import fold_scale, processed, sums, weights
+from replayssm.ssd.kernels.arithmetic import fold_scale, multiply, processed, sums, weights
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def chunk_products(
         B_tile = tl.load(at[:, None] + n[None, :], mask=inside[:, None] & (n < N)[None, :], other=0.0)
         C_at = C + (t * s_C)[None, :] + n[:, None]
         C_tile = tl.load(C_at, mask=(t < seq_len)[None, :] & (n < N)[:, None], other=0.0)
-        products = tl.dot(B_tile, C_tile, products, input_precision="ieee")
+        products = multiply(B_tile, C_tile, products, True)
     return products
 
 

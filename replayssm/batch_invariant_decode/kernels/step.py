@@ -105,7 +105,7 @@ def step_kernel(
             part, s_x_row, s_dt_row, s_B_row, s_z_slot, s_C_slot, s_x, s_z, s_dt, s_B, s_C, start, live, seq_len,
             ring_len, P, N, NP, BP, TOGETHER,
         )  # fmt: skip
-    elif slow:
+    elif slow or tl.float32 == OPERAND:  # fp32 weights go through memory: a product takes few of them at a time
         C_tile = tl.load(C + (t * s_C)[None, :] + n[:, None], mask=(t < seq_len)[None, :] & (n < N)[:, None], other=0.0)
         row_weights += lane * nheads * seq_len * ROWS
         row_decays += lane * nheads * seq_len
@@ -120,7 +120,7 @@ def step_kernel(
         cross_chunks(
             state, rounded, C_tile, x_rows, x, B_rows, B, z, D, out, row_weights + head * seq_len * ROWS,
             row_decays + head * seq_len, fold_scales + head * ROWS, fold_decays + head, folds, start, live, stored,
-            s_x_row, s_x, s_B_row, s_B, s_z, s_out, s_D_element, seq_len, ring_len, nheads, chunk_size, part * BP,
+            s_x_row, s_x, s_B_row, s_B, s_z, s_out, s_D_element, seq_len, ring_len, nheads, chunk_size, part * BP, slow,
             P, N, NP, ROWS, BP, FP, BT, LAZY, FLAT, OPERAND,
         )  # fmt: skip
     else:

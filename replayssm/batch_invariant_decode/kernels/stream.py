@@ -4,9 +4,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from replayssm.batch_invariant_decode.kernels.blocks import score_in_blocks
 from replayssm.batch_invariant_decode.kernels.fold import cross_chunks
 from replayssm.batch_invariant_decode.kernels.lanes import move_cursors, ring_row
-from replayssm.ssd.kernels.arithmetic import finished, holds_no_number
+from replayssm.ssd.kernels.arithmetic import finished, holds_no_number, multiply, times
 from replayssm.ssd.kernels.constants import PER_CALL
 
 
@@ -41,20 +42,21 @@ def _move_all(num_buffered, ring_start, slots, cursors, target_rows, chunk_flags
 @triton.jit
 def _careful(
     state, C, decay, x_rows, weights, start, ring_len, s_x_row, s_C, r, r_in, live, seq_len, t, column, c_in,
-    N: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr, LAZY: tl.constexpr, OPERAND: tl.constexpr,
+    N: tl.constexpr, NP: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr, LAZY: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """A product for each token: zero times a later token that is no number would reach an earlier one.
 
     It loads everything anew. Triton 3.6 reads ahead into what a product in a branch still reads.
     """
     carried = tl.zeros((r.shape[0], t.shape[0]), tl.float32)
+    BN: tl.constexpr = min(BT, NP)
     k = tl.arange(0, BT)
-    for n0 in tl.range(0, N, BT, num_stages=1):
-        n = n0 + k
+    for n0 in tl.range(0, N, BN, num_stages=1):
+        n = n0 + tl.arange(0, BN)
         values = tl.load(state + r[:, None] * N + n[None, :], mask=r_in[:, None] & (n < N)[None, :], other=0.0)
         C_tile = tl.load(C + (t * s_C)[None, :] + n[:, None], mask=c_in[None, :] & (n < N)[:, None], other=0.0)
-        carried = tl.dot(values.to(OPERAND), C_tile, carried, input_precision="ieee")
-    carried = carried * decay[None, :]
+        carried = multiply(values.to(OPERAND), C_tile, carried, True)
+    carried = times(carried, decay[None, :], OPERAND)
     y = carried
     for i in range(0, seq_len):
         own = carried
@@ -66,7 +68,7 @@ def _careful(
             seen = (j <= live + i)[None, :] & r_in[:, None]
             x_tile = tl.load(x_rows + (at[None, :] * s_x_row + r[:, None]), mask=seen, other=0.0)
             w = tl.load(weights + ((column * ROWS)[None, :] + j[:, None]), mask=c_in[None, :], other=0.0)
-            own = tl.dot(x_tile, w, own, input_precision="ieee")
+            own = multiply(x_tile, w, own, True)
         y = tl.where((t == i)[None, :], own, y)
     return y
 
@@ -80,7 +82,8 @@ def stream_kernel(
     seq_len, ring_len, nheads, ngroups, heads_per_group, chunk_size, lanes, workers,
     P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     WIDTH: tl.constexpr, TP: tl.constexpr, COLUMNS: tl.constexpr, FP: tl.constexpr, BT: tl.constexpr,
-    MOVED: tl.constexpr, ONE: tl.constexpr, LAZY: tl.constexpr, OVERLAP: tl.constexpr, OPERAND: tl.constexpr,
+    MOVED: tl.constexpr, ONE: tl.constexpr, STAGES: tl.constexpr, LAZY: tl.constexpr, OVERLAP: tl.constexpr,
+    OPERAND: tl.constexpr,
 ):  # fmt: skip
     """The first programs, the workers, take all lanes that fold or cross and the cursors. Then (lane, some heads).
 
@@ -135,7 +138,7 @@ def stream_kernel(
                     row_decays + index * seq_len, fold_scales + (index + lane * nheads) * ROWS,
                     fold_decays + index + lane * nheads, live >= chunk_size, start, live, live,
                     s_x_row, s_x, s_B_row, s_B, s_z, s_out, s_D_element, seq_len, ring_len, nheads, chunk_size,
-                    part * FP, P, N, NP, ROWS, FP, FP, BT, LAZY, False, OPERAND,
+                    part * FP, True, P, N, NP, ROWS, FP, FP, BT, LAZY, False, OPERAND,
                 )  # fmt: skip
             before += work
         return
@@ -188,23 +191,29 @@ def stream_kernel(
             x_new = tl.load(x + r, mask=r_in, other=0.0)[:, None]
         if z is not None:
             gate = tl.load(z + r, mask=r_in, other=0.0)[:, None]
-    at = row
-    if LAZY:
-        at = ring_row(start, row, ring_len)
-    y = tl.zeros((WIDTH, COLUMNS), tl.float32)
-    # A loop of one turn, which the compiler does not know: it copies what a loop loads straight to shared memory.
-    for turn in tl.range(0, tl.minimum(seq_len, 1), num_stages=2):
-        ahead = turn * 16
-        state_at = state + ahead + (r[:, None] * N + n[None, :])
-        values = tl.load(state_at, mask=r_in[:, None] & (n < N)[None, :], other=0.0)
-        C_at = C + ahead + ((t * s_C)[None, :] + n[:, None])
-        C_tile = tl.load(C_at, mask=c_in[None, :] & (n < N)[:, None], other=0.0)
-        x_at = x_rows + ahead + (at[None, :] * s_x_row + r[:, None])
-        x_tile = tl.load(x_at, mask=(row < live + seq_len)[None, :] & r_in[:, None], other=0.0)
-        w_at = row_weights + ahead + ((column * ROWS)[None, :] + row[:, None])
-        w = tl.load(w_at, mask=c_in[None, :], other=0.0)
-        y = tl.dot(values.to(OPERAND), C_tile, input_precision="ieee") * decay[None, :]
-        y = tl.dot(x_tile, w, y, input_precision="ieee")
+    if tl.float32 == OPERAND:
+        y = score_in_blocks(
+            state, C, decay, x_rows, row_weights, start, ring_len, s_x_row, s_C, r, r_in, live, seq_len, t, column,
+            c_in, N, NP, ROWS, BT, STAGES, LAZY,
+        )  # fmt: skip
+    else:
+        at = row
+        if LAZY:
+            at = ring_row(start, row, ring_len)
+        y = tl.zeros((WIDTH, COLUMNS), tl.float32)
+        # A loop of one turn, which the compiler does not know: it copies what a loop loads straight to shared memory.
+        for turn in tl.range(0, tl.minimum(seq_len, 1), num_stages=2):
+            ahead = turn * 16
+            state_at = state + ahead + (r[:, None] * N + n[None, :])
+            values = tl.load(state_at, mask=r_in[:, None] & (n < N)[None, :], other=0.0)
+            C_at = C + ahead + ((t * s_C)[None, :] + n[:, None])
+            C_tile = tl.load(C_at, mask=c_in[None, :] & (n < N)[:, None], other=0.0)
+            x_at = x_rows + ahead + (at[None, :] * s_x_row + r[:, None])
+            x_tile = tl.load(x_at, mask=(row < live + seq_len)[None, :] & r_in[:, None], other=0.0)
+            w_at = row_weights + ahead + ((column * ROWS)[None, :] + row[:, None])
+            w = tl.load(w_at, mask=c_in[None, :], other=0.0)
+            y = tl.dot(values.to(OPERAND), C_tile, input_precision="ieee") * decay[None, :]
+            y = tl.dot(x_tile, w, y, input_precision="ieee")
     own = head_of[None, :] == (r // P)[:, None]
     if ONE:  # the bits of the one column that a row has, without an addition
         bits = tl.sum(tl.where(own, y.to(tl.int32, bitcast=True), 0), 1)
@@ -219,7 +228,7 @@ def stream_kernel(
         if holds_no_number(x_new) != 0:
             y = _careful(
                 state, C, decay, x_rows, row_weights, start, ring_len, s_x_row, s_C, r, r_in, live, seq_len, t, column,
-                c_in, N, ROWS, 16, LAZY, OPERAND,
+                c_in, N, NP, ROWS, BT if tl.float32 == OPERAND else 16, LAZY, OPERAND,
             )  # fmt: skip
         y = finished(y, x_new, skip, gate, D is not None, z is not None)
         tl.store(out + (t * s_out)[None, :] + r[:, None], y.to(out.dtype.element_ty), mask=valid)

@@ -93,6 +93,50 @@ def sums(dt, A):
 
 
 @triton.jit
+def times(a, b, OPERAND: tl.constexpr):
+    """``a b``, rounded: where products are fp32, no addition that follows may be fused with it, in no kernel."""
+    if tl.float32 == OPERAND:
+        return tl.fma(a, b, 0.0)
+    else:
+        return a * b
+
+
+@triton.jit
+def _leading(values):
+    """fp32 numbers rounded to the 11 bits that the matrix unit reads. What is no number may become one."""
+    bits = values.to(tl.int32, bitcast=True)
+    return ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def multiply(a, b, total, RIGHT: tl.constexpr):
+    """``total + a b``; in fp32 at most ``TERMS`` terms at a time, as three products of TF32 numbers.
+
+    The small two are added in one order for either side on which the rows of the sequence stand: C, weights, scaled B.
+
+    Args:
+        a: ``[rows, terms]``.
+        b: ``[terms, columns]``.
+        total: fp32 ``[rows, columns]``.
+        RIGHT: ``b`` holds the rows of the sequence, else ``a``.
+    """
+    if a.dtype == tl.float32:
+        a_high = _leading(a)
+        b_high = _leading(b)
+        a_low = a - a_high  # no number where a is none
+        b_low = b - b_high
+        if RIGHT:
+            low = tl.dot(a_high, b_low, input_precision="tf32")
+            low = tl.dot(a_low, b_high, low, input_precision="tf32")
+        else:
+            low = tl.dot(a_low, b_high, input_precision="tf32")
+            low = tl.dot(a_high, b_low, low, input_precision="tf32")
+        return total + tl.dot(a_high, b_high, low, input_precision="tf32")
+    else:
+        return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
 def weights(products, newest, sums, dt):
     """``(C_t B_j) exp(G_t - G_j) dt_j`` in fp32; the sums' rounding must not let an exponent rise above zero."""
     return products * tl.exp(tl.minimum(newest - sums, 0.0)) * dt
@@ -107,7 +151,7 @@ def fold_scale(total, sums, dt):
 @triton.jit
 def fold_columns(B, scale, OPERAND: tl.constexpr):
     """B's rows [rows, columns] scaled and rounded."""
-    return (B.to(tl.float32) * scale[:, None]).to(OPERAND)
+    return times(B.to(tl.float32), scale[:, None], OPERAND).to(OPERAND)
 
 
 @triton.jit

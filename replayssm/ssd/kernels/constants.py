@@ -2,6 +2,8 @@
 
 import triton.language as tl
 
+from replayssm.ssd import configs
+
 # Heads of one cumulative sum and warps of its program: they settle the order in which it adds.
 SUM_HEADS, SUM_WARPS = 8, 4
 # Heads that a program of outputs goes through at most.
@@ -10,4 +12,5 @@ MOST_HEADS = 16
 PER_CALL = [
     "num_tokens", "sequences", "spare", "ring_len", "seq_len", "nheads", "ngroups", "heads_per_group", "heads",
 ]  # fmt: skip
+TERMS = tl.constexpr(configs.TERMS)
 NAN_STAYS = tl.constexpr(tl.PropagateNan.ALL)

@@ -1,4 +1,4 @@
-"""``chunk_scan`` in three launches: sums of dt, states between chunks, outputs."""
+"""``chunk_scan`` in three launches, sums of dt, states between chunks, outputs, or four, with products of C and B."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
-from replayssm.ssd.configs import padded, scan_tile, state_tile
+from replayssm.ssd.configs import ScanTile, padded, scan_tile, state_tile
 from replayssm.ssd.kernels.constants import MOST_HEADS, SUM_HEADS, SUM_WARPS
 from replayssm.ssd.kernels.groups import group_outputs
+from replayssm.ssd.kernels.products import group_products
 from replayssm.ssd.kernels.scan import chunk_outputs
 from replayssm.ssd.kernels.states import chunk_boundaries
 from replayssm.ssd.kernels.sums import chunk_sums
@@ -134,21 +135,48 @@ def chunk_scan(
     )  # fmt: skip
     if tokens == 0:
         return
-    arguments = (
-        x, B, C, D, z, x_buffer, B_buffer, numbers, entering, flags, *where, out,
-        x.stride(0), B.stride(0), C.stride(0), stride(z), out.stride(0), stride(x_buffer), stride(x_buffer, 1),
-        stride(B_buffer), stride(B_buffer, 1), stride(D), 0 if D is None or D.dim() == 1 else D.stride(1),
-        tokens, sequences, H, H // G, chunk_size, spare, ring_len,
-    )  # fmt: skip
     rows = scan_tile(chunk_size, P, N, x.element_size(), H // G, chunks * G, shared_memory)
     blocks = triton.cdiv(chunk_size, rows.rows)
+    D_strides = stride(D), 0 if D is None or D.dim() == 1 else D.stride(1)
     shared = {
         "P": P, "N": N, "BT": rows.rows, "BP": tile.rows, "STEPS": sequences.bit_length(),
         "OPERAND": OPERANDS[x.dtype], "num_warps": rows.warps, "num_stages": rows.stages,
     }  # fmt: skip
     if rows.heads == 0:
-        chunk_outputs[(chunks, H, blocks * flags.shape[2])](*arguments, BN=rows.states, **shared)
+        products = _launch_products(B, C, B_buffer, where, chunk_size, spare, chunks, rows)
+        chunk_outputs[(chunks, H, blocks * flags.shape[2])](
+            x, C, D, z, x_buffer, products, numbers, entering, flags, *where, out,
+            x.stride(0), C.stride(0), stride(z), out.stride(0), stride(x_buffer), stride(x_buffer, 1), *D_strides,
+            tokens, sequences, H, H // G, chunk_size, spare, ring_len,
+            ROWS=products.shape[3], BJ=rows.tokens, BN=rows.states, **shared,
+        )  # fmt: skip
     else:
         group_outputs[(chunks, G * triton.cdiv(H // G, rows.heads), blocks * flags.shape[2])](
-            *arguments, rows.heads, NP=rows.states, BLOCKS=blocks, HEADS=MOST_HEADS, STAGES=rows.stages, **shared,
+            x, B, C, D, z, x_buffer, B_buffer, numbers, entering, flags, *where, out,
+            x.stride(0), B.stride(0), C.stride(0), stride(z), out.stride(0), stride(x_buffer), stride(x_buffer, 1),
+            stride(B_buffer), stride(B_buffer, 1), *D_strides, tokens, sequences, H, H // G, chunk_size, spare,
+            ring_len, rows.heads, NP=rows.states, BLOCKS=blocks, HEADS=MOST_HEADS, STAGES=rows.stages, **shared,
         )  # fmt: skip
+
+
+def _launch_products(
+    B: Tensor,
+    C: Tensor,
+    B_buffer: Tensor | None,
+    where: Where,
+    chunk_size: int,
+    spare: int,
+    chunks: int,
+    tile: ScanTile,
+) -> Tensor:
+    """What ``group_products`` writes."""
+    (tokens, G, N), sequences = B.shape, 1 if where[0] is None else where[0].shape[0] - 1
+    rows = padded(chunk_size)
+    block = min(64, rows)
+    products = torch.empty(chunks, G, rows, rows, dtype=torch.float32, device=B.device)
+    group_products[(chunks, G, (rows // block) ** 2)](
+        B, C, B_buffer, *where, products, B.stride(0), C.stride(0), stride(B_buffer), stride(B_buffer, 1), tokens,
+        sequences, G, chunk_size, spare, 1 if B_buffer is None else B_buffer.shape[1],
+        N=N, ROWS=rows, BT=block, BN=tile.states, STEPS=sequences.bit_length(), num_warps=4, num_stages=tile.stages,
+    )  # fmt: skip
+    return products

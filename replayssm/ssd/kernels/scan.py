@@ -3,59 +3,52 @@
 import triton
 import triton.language as tl
 
-from replayssm.ssd.kernels.arithmetic import finished, weights
+from replayssm.ssd.kernels.arithmetic import finished, multiply, times, weights
 from replayssm.ssd.kernels.constants import PER_CALL
 from replayssm.ssd.kernels.rows import buffered_rows, row_numbers, row_pointers, sequence_bounds, sequence_of
 
 
 @triton.jit
 def _chunk_rows(
-    y, x, B, old_x, old_B, C_at, numbers, newest, m, p, p_in, wanted, first, buffered, start, origin, limit, m0,
-    s_x, s_x_row, s_B, s_B_row, ring_len,
-    N: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, CAREFUL: tl.constexpr, OPERAND: tl.constexpr,
+    y, x, old_x, products, numbers, newest, m, p, p_in, wanted, first, buffered, start, origin, limit, m0,
+    s_x, s_x_row, ring_len,
+    ROWS: tl.constexpr, BT: tl.constexpr, BJ: tl.constexpr, CAREFUL: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """``y`` plus the chunk's rows up to ``m`` under their weights.
 
     With ``CAREFUL`` a row of x may be no number. Loads are then not read ahead: Triton 3.6 reads into the memory of a
     product that stands in a branch.
     """
-    token = tl.arange(0, BT)
-    for j0 in tl.range(0, m0 + BT, BT, num_stages=1 if CAREFUL else 2):
-        j = j0 + token
+    for j0 in tl.range(0, m0 + BT, BJ, num_stages=1 if CAREFUL else 2):
+        j = j0 + tl.arange(0, BJ)
         j_in = j < limit
-        products = tl.zeros((BT, BT), tl.float32)
-        B_at = row_pointers(B, s_B, old_B, s_B_row, origin, j, first, buffered, start, ring_len)
-        for n0 in tl.static_range(0, N, BN):
-            n = n0 + tl.arange(0, BN)
-            C_rows = tl.load(C_at + n[None, :], mask=wanted[:, None] & (n < N)[None, :], other=0.0)
-            B_rows = tl.load(B_at[:, None] + n[None, :], mask=j_in[:, None] & (n < N)[None, :], other=0.0)
-            products = tl.dot(C_rows, tl.trans(B_rows), products, input_precision="ieee")
-        older, _, dt_row, _ = row_numbers(numbers, j, j_in, BT)
-        w = weights(products, newest[:, None], older[None, :], dt_row[None, :])
+        product = tl.load(products + m[:, None] * ROWS + j[None, :], mask=wanted[:, None] & j_in[None, :], other=0.0)
+        older, _, dt_row, _ = row_numbers(numbers, j, j_in, BJ)
+        w = weights(product, newest[:, None], older[None, :], dt_row[None, :])
         w = tl.where(m[:, None] >= j[None, :], w, 0.0).to(OPERAND)
         x_at = row_pointers(x, s_x, old_x, s_x_row, origin, j, first, buffered, start, ring_len)
         x_rows = tl.load(x_at[:, None] + p[None, :], mask=j_in[:, None] & p_in[None, :], other=0.0)
         if CAREFUL:
             # Zero times a later row that is no number would reach an earlier output.
-            if j0 == m0:
+            if j0 + BJ > m0:
                 before = y
-                for i in range(0, BT):
-                    seen = tl.where((token <= i)[:, None], x_rows, 0.0).to(OPERAND)
-                    y = tl.where((token == i)[:, None], tl.dot(w, seen, before, input_precision="ieee"), y)
+                for i in range(m0, m0 + BT):
+                    seen = tl.where((j <= i)[:, None], x_rows, 0.0).to(OPERAND)
+                    y = tl.where((m == i)[:, None], multiply(w, seen, before, False), y)
             else:
-                y = tl.dot(w, x_rows, y, input_precision="ieee")
+                y = multiply(w, x_rows, y, False)
         else:
-            y = tl.dot(w, x_rows, y, input_precision="ieee")
+            y = multiply(w, x_rows, y, False)
     return y
 
 
 @triton.jit(do_not_specialize=PER_CALL)
 def chunk_outputs(
-    x, B, C, D, z, x_buffer, B_buffer, numbers, entering, flags, cu_seqlens, slots, num_buffered, ring_start, out,
-    s_x, s_B, s_C, s_z, s_out, s_x_slot, s_x_row, s_B_slot, s_B_row, s_D_head, s_D_element,
+    x, C, D, z, x_buffer, products, numbers, entering, flags, cu_seqlens, slots, num_buffered, ring_start, out,
+    s_x, s_C, s_z, s_out, s_x_slot, s_x_row, s_D_head, s_D_element,
     num_tokens, sequences, nheads, heads_per_group, chunk_size, spare, ring_len,
-    P: tl.constexpr, N: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr,
-    OPERAND: tl.constexpr,
+    P: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr, BJ: tl.constexpr, BP: tl.constexpr,
+    BN: tl.constexpr, STEPS: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Program (chunk, head, block of rows and columns)."""
     chunk = tl.program_id(0)
@@ -72,20 +65,17 @@ def chunk_outputs(
     limit = tl.minimum(chunk_size, buffered + length - origin)
     if (slot < 0) | (m0 >= limit) | (origin + m0 + BT <= buffered):
         return
-    token = tl.arange(0, BT)
-    m = m0 + token
+    m = m0 + tl.arange(0, BT)
     p = tl.program_id(2) % columns * BP + tl.arange(0, BP)
     p_in = p < P
     old_x = x_buffer
-    old_B = B_buffer
     if x_buffer is not None:
         old_x += slot * s_x_slot + head * P
-        old_B += slot * s_B_slot + group * N
     x += head * P
-    B += group * N
     new_row = first + origin + m - buffered
     wanted = (m < limit) & (origin + m >= buffered)
     C_at = (C + group * N + new_row * s_C)[:, None]
+    products += (chunk.to(tl.int64) * (nheads // heads_per_group) + group) * (ROWS * ROWS)
     careful = tl.load(flags + (sequence * nheads + head) * columns + tl.program_id(2) % columns) != 0
     entering += (chunk.to(tl.int64) * nheads + head) * (P * N)
     numbers += (chunk.to(tl.int64) * nheads + head) * (chunk_size * 4)
@@ -95,17 +85,17 @@ def chunk_outputs(
         n = n0 + tl.arange(0, BN)
         C_rows = tl.load(C_at + n[None, :], mask=wanted[:, None] & (n < N)[None, :], other=0.0)
         state = tl.load(entering + n[:, None] * P + p[None, :], mask=p_in[None, :] & (n < N)[:, None], other=0.0)
-        y = tl.dot(C_rows, state, y, input_precision="ieee")
-    y = y * decay[:, None]
+        y = multiply(C_rows, state, y, False)
+    y = times(y, decay[:, None], OPERAND)
     if careful:
         y = _chunk_rows(
-            y, x, B, old_x, old_B, C_at, numbers, newest, m, p, p_in, wanted, first, buffered, start, origin,
-            limit, m0, s_x, s_x_row, s_B, s_B_row, ring_len, N, BT, BN, True, OPERAND,
+            y, x, old_x, products, numbers, newest, m, p, p_in, wanted, first, buffered, start, origin, limit, m0,
+            s_x, s_x_row, ring_len, ROWS, BT, BJ, True, OPERAND,
         )  # fmt: skip
     else:
         y = _chunk_rows(
-            y, x, B, old_x, old_B, C_at, numbers, newest, m, p, p_in, wanted, first, buffered, start, origin,
-            limit, m0, s_x, s_x_row, s_B, s_B_row, ring_len, N, BT, BN, False, OPERAND,
+            y, x, old_x, products, numbers, newest, m, p, p_in, wanted, first, buffered, start, origin, limit, m0,
+            s_x, s_x_row, ring_len, ROWS, BT, BJ, False, OPERAND,
         )  # fmt: skip
     at = new_row[:, None]
     mask = wanted[:, None] & p_in[None, :]

@@ -3,9 +3,25 @@
 import triton
 import triton.language as tl
 
-from replayssm.ssd.kernels.arithmetic import holds_no_number
+from replayssm.ssd.kernels.arithmetic import holds_no_number, multiply, times
 from replayssm.ssd.kernels.constants import PER_CALL
 from replayssm.ssd.kernels.rows import buffered_rows, row_numbers, row_pointers, sequence_bounds
+
+
+@triton.jit
+def _add_rows(
+    added, x, B, old_x, old_B, rows, row, limit, n, p, origin, first, buffered, start, s_x, s_x_row, s_B, s_B_row,
+    ring_len, P: tl.constexpr, N: tl.constexpr, BT: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """``added`` [columns, rows of the state] plus rows ``row`` of a chunk."""
+    row_in = row < limit
+    _, scale, _, _ = row_numbers(rows, row, row_in, BT)
+    B_at = row_pointers(B, s_B, old_B, s_B_row, origin, row, first, buffered, start, ring_len)
+    x_at = row_pointers(x, s_x, old_x, s_x_row, origin, row, first, buffered, start, ring_len)
+    B_rows = tl.load(B_at[None, :] + n[:, None], mask=row_in[None, :] & (n < N)[:, None], other=0.0)
+    x_rows = tl.load(x_at[:, None] + p[None, :], mask=row_in[:, None] & (p < P)[None, :], other=0.0)
+    scaled = times(B_rows.to(tl.float32), scale[None, :], OPERAND).to(OPERAND)
+    return multiply(scaled, x_rows, added, False)
 
 
 @triton.jit(do_not_specialize=PER_CALL)
@@ -61,16 +77,18 @@ def chunk_boundaries(
         rows = numbers + (index + head) * (chunk_size * 4)
         decay = tl.load(rows + chunk_size * 4 - 1)
         added = tl.zeros((BN, BP), tl.float32)
-        for tile in tl.static_range(TILES):
-            row = tile * BT + token
-            row_in = row < limit
-            _, scale, _, _ = row_numbers(rows, row, row_in, BT)
-            B_at = row_pointers(B, s_B, old_B, s_B_row, origin, row, first, buffered, start, ring_len)
-            x_at = row_pointers(x, s_x, old_x, s_x_row, origin, row, first, buffered, start, ring_len)
-            B_rows = tl.load(B_at[None, :] + n[:, None], mask=row_in[None, :] & (n < N)[:, None], other=0.0)
-            x_rows = tl.load(x_at[:, None] + p[None, :], mask=row_in[:, None] & (p < P)[None, :], other=0.0)
-            scaled = (B_rows.to(tl.float32) * scale[None, :]).to(OPERAND)
-            added = tl.dot(scaled, x_rows, added, input_precision="ieee")
+        if tl.float32 == OPERAND:
+            for row in tl.range(0, limit, BT, num_stages=STAGES):
+                added = _add_rows(
+                    added, x, B, old_x, old_B, rows, row + token, limit, n, p, origin, first, buffered, start,
+                    s_x, s_x_row, s_B, s_B_row, ring_len, P, N, BT, OPERAND,
+                )  # fmt: skip
+        else:
+            for tile in tl.static_range(TILES):
+                added = _add_rows(
+                    added, x, B, old_x, old_B, rows, tile * BT + token, limit, n, p, origin, first, buffered, start,
+                    s_x, s_x_row, s_B, s_B_row, ring_len, P, N, BT, OPERAND,
+                )  # fmt: skip
         tl.store(entering + index * (P * N), state.to(OPERAND), mask=inside)
         if boundary_states is not None:  # noqa: SIM102 - one is known when compiling, the other is not
             if limit < chunk_size:

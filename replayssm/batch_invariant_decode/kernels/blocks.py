@@ -1,0 +1,49 @@
+"""What a head's new tokens score where products are fp32: the matrix unit sums ``TERMS`` terms at a time."""
+
+import triton
+import triton.language as tl
+
+from replayssm.batch_invariant_decode.kernels.lanes import ring_row
+from replayssm.ssd.kernels.arithmetic import multiply, times
+from replayssm.ssd.kernels.constants import TERMS
+
+
+@triton.jit
+def state_times(state, C, NP: tl.constexpr, OPERAND: tl.constexpr):
+    """``state`` [rows, NP] times ``C`` [NP, tokens], both in registers; blocks of zeros change no bit."""
+    total = tl.zeros((state.shape[0], C.shape[1]), tl.float32)
+    if tl.float32 == OPERAND:
+        BLOCK: tl.constexpr = min(TERMS, NP)
+        n = tl.arange(0, NP)
+        for n0 in tl.range(0, NP, BLOCK, num_stages=1):
+            own = tl.where((n // BLOCK == n0 // BLOCK)[None, :], state, 0.0)
+            total = multiply(own, C, total, True)
+        return total
+    else:
+        return multiply(state.to(OPERAND), C, total, True)
+
+
+@triton.jit
+def score_in_blocks(
+    state, C, decay, x_rows, weights, start, ring_len, s_x_row, s_C, r, r_in, live, seq_len, t, column, c_in,
+    N: tl.constexpr, NP: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr, LAZY: tl.constexpr,
+):  # fmt: skip
+    """``y`` [rows of the state, columns] before skip and gate, read block by block."""
+    BN: tl.constexpr = min(TERMS, NP)
+    y = tl.zeros((r.shape[0], column.shape[0]), tl.float32)
+    for n0 in tl.range(0, N, BN, num_stages=STAGES):
+        n = n0 + tl.arange(0, BN)
+        values = tl.load(state + r[:, None] * N + n[None, :], mask=r_in[:, None] & (n < N)[None, :], other=0.0)
+        C_tile = tl.load(C + (t * s_C)[None, :] + n[:, None], mask=c_in[None, :] & (n < N)[:, None], other=0.0)
+        y = multiply(values, C_tile, y, True)
+    y = times(y, decay[None, :], tl.float32)
+    for j0 in tl.range(0, live + seq_len, BT, num_stages=STAGES):
+        j = j0 + tl.arange(0, BT)
+        at = j
+        if LAZY:
+            at = ring_row(start, j, ring_len)
+        seen = (j < live + seq_len)[None, :] & r_in[:, None]
+        x_tile = tl.load(x_rows + (at[None, :] * s_x_row + r[:, None]), mask=seen, other=0.0)
+        w = tl.load(weights + ((column * ROWS)[None, :] + j[:, None]), mask=c_in[None, :], other=0.0)
+        y = multiply(x_tile, w, y, True)
+    return y
