@@ -21,6 +21,7 @@ from replayssm.batch_invariant_decode.configs import batch_tile
 from replayssm.batch_invariant_decode.kernels import launch
 from replayssm.bench import exact as bench
 from replayssm.ssd.kernels.arithmetic import sums
+from replayssm.testing import assert_close, output_tolerance, state_tolerance, using
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,30 +57,34 @@ def test_sums_are_those_of_cumsum(rows):
     assert torch.equal(ours, theirs)
 
 
-SIZES = {
-    128: REAL,
-    64: REAL,
-    48: {**REAL, "ngroups": 1},
-    256: {"nheads": 4, "headdim": 32, "ngroups": 1, "dstate": 32, "dtype": torch.float16, "with_bias": False},
-    100: {"nheads": 6, "headdim": 80, "ngroups": 2, "dstate": 256, "dtype": BF16, "D": None, "with_z": False},
-}
+FP32 = {"nheads": 4, "headdim": 64, "ngroups": 2, "dstate": 128, "dtype": torch.float32}
+SIZES = [
+    (128, REAL),
+    (64, REAL),
+    (48, {**REAL, "ngroups": 1}),
+    (256, {"nheads": 4, "headdim": 32, "ngroups": 1, "dstate": 32, "dtype": torch.float16, "with_bias": False}),
+    (100, {"nheads": 6, "headdim": 80, "ngroups": 2, "dstate": 256, "dtype": BF16, "D": None, "with_z": False}),
+    *((rows, FP32) for rows in (16, 32, 48, 64, 100, 128, 256)),
+    (32, {"nheads": 16, "headdim": 32, "ngroups": 1, "dstate": 64, "dtype": torch.float32, "with_z": False}),
+    (200, {"nheads": 6, "headdim": 80, "ngroups": 2, "dstate": 250, "dtype": torch.float32, "D": "element"}),
+]
 
 
 @pytest.fixture(params=["one launch", "two launches"])
 def form(request, monkeypatch):
     """Steps take this form, whatever the size of the batch."""
-    lanes = 1 if request.param == "one launch" else 1 << 10
-    monkeypatch.setattr(launch, "batch_tile", lambda *sizes: batch_tile(*sizes[:5], lanes, sizes[6]))
+    two = request.param == "two launches"
+    monkeypatch.setattr(launch, "batch_tile", lambda *sizes: batch_tile(*sizes[:5], 1 << 10, sizes[6]) if two else None)
 
 
 @pytest.mark.usefixtures("form")
-@pytest.mark.parametrize("rows", SIZES)
-def test_a_row_of_real_size(rows):
+@pytest.mark.parametrize(("rows", "sizes"), SIZES)
+def test_a_row_of_real_size(rows, sizes):
     """Every place in the chunk where tiles of 16, 32 and 64 rows begin or end."""
-    case = random_case(rows + 70, rows, **SIZES[rows])
+    case = random_case(rows + 70, rows, **sizes)
     whole = case.whole()[0]
     decoder = Decoder(case)
-    for prefill in (1, 15, 16, 31, 33, 64, rows - 1, rows):
+    for prefill in sorted({min(place, rows) for place in (1, 15, 16, 31, 33, 64, rows - 1, rows)}):
         decoder.prefill((1, case.tokens(0, prefill)), (2, case.tokens(0, rows - 3)))
         for t in range(4):
             own, other = case.tokens(prefill + t, prefill + t + 1), case.tokens(rows - 3 + t, rows - 2 + t)
@@ -89,10 +94,26 @@ def test_a_row_of_real_size(rows):
     assert torch.equal(decoder.state[2], case.tokens(0, rows).whole()[2])
 
 
+@pytest.mark.parametrize("rows", [16, 48, 100, 128, 256])
+def test_the_errors_of_fp32_are_those_of_fp32(rows):
+    """Without softplus, whose log(1 + exp) has an error of its own where dt is small, and with small sums of dt."""
+    case = random_case(3 * rows + 5, rows, **FP32, with_bias=False)
+    case = replace(case, dt=0.04 * torch.rand_like(case.dt), dt_softplus=False)
+    actual = case.whole()
+    with using("reference"):
+        expected = case.whole()
+    assert_close("out", actual[0], expected[0], output_tolerance(torch.float32, torch.float32))
+    for index, name in ((1, "final"), (2, "boundary")):
+        assert_close(name, actual[index], expected[index], state_tolerance(torch.float32))
+
+
 @pytest.mark.usefixtures("form")
-@pytest.mark.parametrize(("rows", "tokens"), [(128, 4), (64, 3), (32, 32)])
-def test_verification_of_real_size(rows, tokens):
-    case = random_case(6 * rows, rows, **REAL)
+@pytest.mark.parametrize(
+    ("rows", "tokens", "sizes"),
+    [(128, 4, REAL), (64, 3, REAL), (32, 32, REAL), (256, 12, FP32), (128, 4, FP32), (48, 5, FP32), (32, 32, FP32)],
+)
+def test_verification_of_real_size(rows, tokens, sizes):
+    case = random_case(6 * rows, rows, **sizes)
     whole = case.whole()[0]
     decoder = Decoder(case, max_tokens=tokens)
     decoder.prefill((3, case.tokens(0, rows - 7)))
@@ -202,10 +223,11 @@ def test_in_a_graph(max_tokens):
         assert torch.equal(out[0], whole[t : t + max_tokens])
 
 
-def test_decode_rows_equals_the_scan():
-    case = random_case(64, 32, **REAL, D="element")
+@pytest.mark.parametrize("sizes", [REAL, FP32])
+def test_decode_rows_equals_the_scan(sizes):
+    case = random_case(64, 32, **sizes, D="element")
     states = torch.randn(3, *case.state_shape)
-    initial, out = states.clone(), torch.full((3, 16, 64), 7.0, dtype=BF16)
+    initial, out = states.clone(), torch.full((3, *case.x.shape[1:]), 7.0, dtype=case.x.dtype)
     later = replace(case, **{name: getattr(case, name).clone() for name in INPUTS})
     for name in INPUTS:  # rows 5..31 of the first chunk: behind the row of lane 2
         getattr(later, name)[5:32] = torch.nan
