@@ -70,9 +70,9 @@ class Gated(nn.Module):
         self._activation = (block.act_fn,)
 
     @property
-    def exact(self) -> bool:
+    def rows_alike(self) -> bool:
         """Whether both products were measured to treat every row alike."""
-        return self.first.exact and self.second.exact
+        return self.first.rows_alike and self.second.rows_alike
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the block."""
@@ -131,7 +131,7 @@ class Body:
         pack: as of ``RowProduct``.
 
     Attributes:
-        exact: whether all matrix products outside of the recurrent mixers were measured to treat every row alike.
+        rows_alike: whether all matrix products outside of the recurrent mixers were measured to treat every row alike.
     """
 
     def __init__(self, attachment: Attachment, pack: bool) -> None:
@@ -150,9 +150,9 @@ class Body:
             exchanged |= {id(module): Embedded(module) for module in base.modules() if type(module) is nn.Embedding}
         exchanged |= {id(mixer): ReplayMixer(mixer, number) for number, mixer in enumerate(attachment.mixers)}
         self._model = _exchange(base, exchanged, outermost=True)
-        self.exact = (
-            all(product.product.exact for product in products.values())
-            and all(block.exact for block in gated.values())
+        self.rows_alike = (
+            all(product.product.rows_alike for product in products.values())
+            and all(block.rows_alike for block in gated.values())
             and not attachment.has_other_products
             and (self._on_cpu or not self._routed)
         )

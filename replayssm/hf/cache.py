@@ -45,7 +45,7 @@ class ReplayCache(FixedCache):
         head: the language-model head, whose rows do not depend on their number.
         whole: the model with that head, which runs when the attached model is called with this cache.
         traffic: counts of what was read and written.
-        exact: whether all matrix products were measured to treat every row alike.
+        rows_alike: whether all matrix products were measured to treat every row alike.
 
     Raises:
         TypeError: an argument of another type.
@@ -101,8 +101,10 @@ class ReplayCache(FixedCache):
         self._body = Body(attachment, pack)
         self.head = RowProduct(attachment.head, pack)
         self.whole = with_head(model, attachment, self.head)
-        self.exact = self._body.exact and self.head.exact and all(weights.exact for weights in self.weights)
-        if exact and not self.exact:
+        self.rows_alike = (
+            self._body.rows_alike and self.head.rows_alike and all(weights.rows_alike for weights in self.weights)
+        )
+        if exact and not self.rows_alike:
             raise ValueError(
                 "exact: expected matrix products whose rows do not depend on how many are multiplied together, which "
                 f"those of this model on '{model.device}' do not; on a CPU torch.set_num_threads(1) usually helps"

@@ -49,8 +49,8 @@ class RowProduct:
         pack: whether to keep a packed copy of its weight if it is large enough (``may_pack``).
 
     Attributes:
-        exact: whether, on this machine and with this number of threads, a row was measured to get the same bits however
-            many rows are multiplied together. If not, a warning says so.
+        rows_alike: whether, on this machine and with this number of threads, a row was measured to get the same bits
+            however many rows are multiplied together. If not, a warning says so.
 
     Example:
         >>> import torch
@@ -71,8 +71,8 @@ class RowProduct:
         if key not in _measurements:
             with torch.autocast(weight.device.type, enabled=False):
                 _measurements[key] = _measure(self._multiply, weight.shape[1], weight.device)
-        self._target, self.exact = _measurements[key]
-        if not self.exact:
+        self._target, self.rows_alike = _measurements[key]
+        if not self.rows_alike:
             warnings.warn(
                 f"matrix products on this machine with {threads} threads round a row differently when it is multiplied "
                 "together with others, so texts with and without drafts can differ where two tokens are almost equally "
@@ -107,7 +107,7 @@ class JoinedProduct:
         pack: as of ``RowProduct``.
 
     Attributes:
-        exact: as of ``RowProduct``.
+        rows_alike: as of ``RowProduct``.
 
     Example:
         >>> import torch
@@ -126,7 +126,7 @@ class JoinedProduct:
             joined.weight = nn.Parameter(weight if self._order is None else weight[self._order], requires_grad=False)
             linears, self._order = [joined], None
         self._products = [RowProduct(linear, pack) for linear in linears]
-        self.exact = all(product.exact for product in self._products)
+        self.rows_alike = all(product.rows_alike for product in self._products)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply ``x`` ``[..., in_features]``; returns ``[..., sum of out_features]``."""
@@ -174,5 +174,5 @@ def _measure(multiply: Callable[[Tensor], Tensor], width: int, device: torch.dev
 
     agreeing = [count for count in range(1, _MEASURED + 1) if agrees(count)]
     targets = [min((count for count in agreeing if count >= rows), default=0) for rows in range(_MEASURED + 1)]
-    exact = all(targets) and all(map(agrees, _SPOT_CHECKS))
-    return [target or rows for rows, target in enumerate(targets)], exact
+    rows_alike = all(targets) and all(map(agrees, _SPOT_CHECKS))
+    return [target or rows for rows, target in enumerate(targets)], rows_alike

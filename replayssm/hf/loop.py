@@ -239,5 +239,5 @@ class Decoder:
             flushes=cache.traffic.flushed,
             graph_rounds=step.replayed,
             eager_because=step.graphs.refused,
-            exact=cache.exact,
+            rows_alike=cache.rows_alike,
         )

@@ -27,7 +27,8 @@ class GenerationStats:
         flushes: checkpoints written after the prefill, counted once for all layers.
         graph_rounds: rounds that were replayed from a CUDA graph; a shape is captured the second time that it comes.
         eager_because: why no round could be, None if some could.
-        exact: whether matrix products were measured to round a token alike in every window and batch (see docs/hf.md).
+        rows_alike: whether matrix products were measured to round a token alike in every window and batch, which
+            ``exact`` needs and other generations have mostly too (see docs/hf.md).
     """
 
     new_tokens: int
@@ -46,7 +47,7 @@ class GenerationStats:
     flushes: int
     graph_rounds: int
     eager_because: str | None
-    exact: bool
+    rows_alike: bool
 
     @property
     def accept_rate(self) -> float:

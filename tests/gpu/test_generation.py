@@ -39,7 +39,7 @@ def test_same_text_on_the_cpu_and_with_any_drafts(name, lengths, seed, drafts):
     for num_draft_tokens in drafts:
         got, stats = run(model, ids, mask, "cuda", num_draft_tokens=num_draft_tokens)
         assert torch.equal(got, expected)
-        assert stats.exact or name in HYBRIDS
+        assert stats.rows_alike or name in HYBRIDS
         if "moe" not in name:  # transformers' experts may read back which of them are needed
             # A shape runs eagerly once, then from its graph; without drafts and growing keys there is one.
             eager = 1 if name not in HYBRIDS and not num_draft_tokens else 8
@@ -138,4 +138,4 @@ def test_weights_stay_as_they_are_stored():
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     for num_draft_tokens in (0, 3):
         got, stats = run(model, ids, mask, "cuda", num_draft_tokens=num_draft_tokens)
-        assert torch.equal(got, expected) and stats.exact
+        assert torch.equal(got, expected) and stats.rows_alike

@@ -52,5 +52,5 @@ def check(name, draft, num_draft_tokens, batch, side="left", window=16, seed=1, 
     )
     assert torch.equal(out[:, : ids.shape[1]], ids)
     assert new_tokens(out, ids.shape[1]) == expected
-    assert stats.exact
+    assert stats.rows_alike
     return stats

@@ -54,7 +54,7 @@ def test_logits_are_those_of_one_forward(name, draft, tokens):
         logits_processor=LogitsProcessorList([recorded]), return_stats=True,
     )  # fmt: skip
     assert torch.equal(out, plain)
-    assert stats.exact
+    assert stats.rows_alike
     for text in texts_of(out, ids, mask):
         whole = hf.score(model, torch.tensor([text]), exact=True)[0]
         for place in range(len(text) - COUNT, len(text)):
@@ -181,7 +181,7 @@ def test_what_cannot_be_exact_is_refused(monkeypatch):
 
     def inexact(self, *args):
         init(self, *args)
-        self.exact = False
+        self.rows_alike = False
 
     monkeypatch.setattr(RowProduct, "__init__", inexact)
     attached = hf.attach(fresh_model("biases"))

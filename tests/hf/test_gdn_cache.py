@@ -139,12 +139,12 @@ def test_adapters_and_hooks_outside_of_recurrent_layers_are_called(path):
     model, ids = swapped("next", "model." + path, Adapter), torch.tensor([TEXT[:9]])
     expected = model.generate(ids, max_new_tokens=12, do_sample=False)
     out, stats = hf.generate(model, ids, max_new_tokens=12, return_stats=True)
-    assert torch.equal(out, expected) and not stats.exact
+    assert torch.equal(out, expected) and not stats.rows_alike
     assert not torch.equal(out, hf.generate(shared_model("next"), ids, max_new_tokens=12))
     model, calls = fresh_model("next"), []
     hook = model.get_submodule("model." + path).register_forward_hook(lambda *_: calls.append(1))
     out, stats = hf.generate(model, ids, max_new_tokens=12, return_stats=True)
-    assert torch.equal(out, hf.generate(shared_model("next"), ids, max_new_tokens=12)) and not stats.exact
+    assert torch.equal(out, hf.generate(shared_model("next"), ids, max_new_tokens=12)) and not stats.rows_alike
     assert len(calls) == stats.rounds + 1
     hook.remove()
 
@@ -196,7 +196,7 @@ def test_a_model_that_sees_images_is_told_apart_from_its_text_model():
 
 def test_names_of_arguments_and_what_cannot_be_had(model):
     with hf.ReplayCache(model, 1) as cache:
-        assert cache.name == cache_name(fresh_model("next")) and cache.exact and cache.is_croppable
+        assert cache.name == cache_name(fresh_model("next")) and cache.rows_alike and cache.is_croppable
         assert not cache.has_previous_state() and cache.get_seq_length() == 0
         with pytest.raises(RuntimeError, match="not attached"):
             cache.update(torch.zeros(1, 1, 1, 12), torch.zeros(1, 1, 1, 12), 1)

@@ -304,7 +304,7 @@ def test_weights_stay_as_they_are_stored(name, as_on_a_gpu):
     hf.attach(model)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     texts, stats = generate(model, prompts)
-    assert texts == generate(wide, prompts)[0] and stats.exact
+    assert texts == generate(wide, prompts)[0] and stats.rows_alike
     # Its own forward is still that of bf16.
     ids = torch.tensor([prompts[0]])
     assert torch.equal(model(ids).logits, fresh_model(name).bfloat16()(ids).logits)

@@ -70,9 +70,9 @@ class Weights:
     activation: str | None
 
     @property
-    def exact(self) -> bool:
+    def rows_alike(self) -> bool:
         """Whether the projections were measured to treat every row alike."""
-        return self.in_proj.exact and self.out_proj.exact
+        return self.in_proj.rows_alike and self.out_proj.rows_alike
 
 
 def prepare(mixer: Any, pack: bool) -> Weights:
