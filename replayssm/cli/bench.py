@@ -152,8 +152,6 @@ def _check_output(options: argparse.Namespace) -> None:
 
 def _print(tables: Tables, facts: dict[str, str]) -> None:
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 240  # a file has no width; rows must not be cut
     for name, rows in tables.items():
-        console.print(table(name, rows))
+        console.print_whole(table(name, rows))
     console.print(" · ".join(f"{key} {value}" for key, value in facts.items()), style="dim", markup=False)

@@ -159,7 +159,7 @@ def _print(report: dict[str, Any], console: Console) -> None:
             _size(way["state_bytes_read_per_token"]),
             _size(way["state_bytes_written_per_token"]),
         )
-    console.print(table)
+    console.print_whole(table)
     console.print(CAPTION.format(threads=threads), style="dim")
     memory, tokens = report["memory"], report["num_draft_tokens"] + 1
     console.print(

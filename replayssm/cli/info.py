@@ -44,10 +44,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console.width = 120  # a file has no width; names must not be cut
-        _print(report, console)
+        _print(report, Console(highlight=False))
     return 0
 
 
@@ -102,8 +99,8 @@ def _generation() -> dict[str, Any]:
 
 
 def _print(report: dict[str, Any], console: Console) -> None:
-    console.print(_table("versions", ("package", "version"), report["versions"].items()))
-    console.print(
+    console.print_whole(_table("versions", ("package", "version"), report["versions"].items()))
+    console.print_whole(
         _table(
             "devices",
             ("device", "what", "replayssm runs on it"),
@@ -111,7 +108,7 @@ def _print(report: dict[str, Any], console: Console) -> None:
         )
     )
     ops = ((op.removeprefix("replayssm."), ", ".join(on)) for op, on in report["ops"].items())
-    console.print(_table("ops", ("replayssm.", "devices"), ops))
+    console.print_whole(_table("ops", ("replayssm.", "devices"), ops))
     generation = report["generation"]
     if generation["available"]:
         console.print(f"generate: model families {', '.join(generation['families'])}")
@@ -122,9 +119,7 @@ def _print(report: dict[str, Any], console: Console) -> None:
 
 
 def _table(title: str, columns: tuple[str, ...], rows: Any) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for column in columns:
-        table.add_column(column, overflow="fold")  # names are long, and cut ones cannot be copied
+    table = Table(*columns, title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for row in rows:
         table.add_row(*(str(cell) if cell is not None else "not installed" for cell in row))
     return table
