@@ -1,4 +1,4 @@
-"""docs/porting.md: callers of FlashInfer and Megatron-Core find their arguments, in their order, with their defaults."""
+"""docs/porting.md: callers of FlashInfer and Megatron-Core find their arguments, in order, with their defaults."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ CALLS = {
     gdn_decode.gated_delta_rule_mtp: (
         MTP,
         dict(scale=None, output=None, intermediate_states_buffer=None, ssm_state_indices=None,
-             disable_state_update=None, use_qk_l2norm=True, output_state_indices=None, cache_replayssm=False, replayssm_rawv=None,
-             replayssm_rawk=None, replayssm_g=None, replayssm_beta=None),
+             disable_state_update=None, use_qk_l2norm=True, output_state_indices=None, cache_replayssm=False,
+             replayssm_rawv=None, replayssm_rawk=None, replayssm_g=None, replayssm_beta=None),
         {},
     ),
     gdn_decode.gated_delta_rule_replayssm_commit: (
