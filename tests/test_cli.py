@@ -360,7 +360,9 @@ def test_compare(capsys, model):
         assert words in out, out
     report = _json(capsys, *arguments)
     assert [way["name"] for way in report["ways"]] == ["transformers", "replay", "replay + drafts"]
-    assert report["equal"] is True
+    assert report["equal"] is True and report["exact"] is False and "exact" not in out
+    assert main([*arguments, "--exact"]) == 0 and "; exact decode" in " ".join(capsys.readouterr().out.split())
+    assert _json(capsys, *arguments, "--exact")["exact"] is True
     assert report["memory"]["replay"] < report["memory"]["snapshots"] and report["memory"]["key_values"] == 0
     assert "keys and values" not in out
 

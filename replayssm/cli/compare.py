@@ -33,7 +33,7 @@ def compare(loaded: Loaded, options: argparse.Namespace) -> int:
     """
     console = Console(highlight=False)
     if not options.json:
-        console.print(_header(loaded), style="bold")
+        console.print(_header(loaded, options.exact), style="bold")
     shown = show(loaded, options)
     if not console.is_terminal and not options.json:
         console.print(f"\n{summary(shown)}")
@@ -55,11 +55,11 @@ def compare(loaded: Loaded, options: argparse.Namespace) -> int:
     return 0 if report["equal"] else 1
 
 
-def _header(loaded: Loaded) -> str:
+def _header(loaded: Loaded, exact: bool) -> str:
     size = loaded.model.num_parameters() / 1e6
     return (
         f"{loaded.name}: {size:.1f} M parameters, {type(loaded.model).__name__} of transformers "
-        f"{version('transformers')}; prompt: {loaded.input_ids.shape[1]} tokens\n"
+        f"{version('transformers')}; prompt: {loaded.input_ids.shape[1]} tokens{'; exact decode' if exact else ''}\n"
     )
 
 
@@ -92,6 +92,7 @@ def _report(loaded: Loaded, options: argparse.Namespace, ways: list[Way]) -> dic
         "model": loaded.name,
         "draft": options.draft,
         "num_draft_tokens": options.num_draft_tokens,
+        "exact": options.exact,
         "prompt_tokens": loaded.input_ids.shape[1],
         "threads": torch.get_num_threads(),
         "equal": bool(torch.equal(plain.results[0].ids, drafted.results[0].ids)),

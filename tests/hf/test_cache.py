@@ -62,6 +62,13 @@ def test_forwards_with_a_cache_record_no_gradients(name, model, whole):
     assert run(torch.tensor([TEXT[:9]]))[0].requires_grad
 
 
+def test_a_cache_shows_what_it_holds(model):
+    with hf.ReplayCache(model, 1, max_tokens=4) as cache:
+        feed(model, cache, TEXT[:9])
+        feed(model, cache, TEXT[9:12])
+        assert repr(cache) == "ReplayCache(rows of [12] tokens, max_tokens=4, window=16)"
+
+
 @pytest.mark.parametrize("wrong", range(6))
 @pytest.mark.parametrize("window", [5, 7, 16])
 def test_crop_takes_tokens_back_in_every_layer(model, expected, wrong, window):
