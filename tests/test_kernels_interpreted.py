@@ -89,11 +89,17 @@ def test_rows_of_unequal_length_equal_the_padded_call():
                 )
 
 
-@pytest.mark.parametrize(("dtype", "seed"), [(f32, None), (f16, 77), (int8, 5), (fp8, None)])
-def test_materialize_equals_a_flush(dtype, seed):
-    count, free = 5, None
+@pytest.mark.parametrize(
+    ("dtype", "seed", "dim", "dstate"),
+    [
+        (f32, None, 6, 12), (f16, 77, 6, 12), (int8, 5, 6, 12), (fp8, None, 6, 12),
+        (int8, None, 4, 36), (fp8, 9, 4, 36),  # columns as words of four
+    ],
+)  # fmt: skip
+def test_materialize_equals_a_flush(dtype, seed, dim, dstate):
+    count = 5
     call = random_ssu_call(
-        live=(count, 3), seq_len=2, window=6, nheads=2, ngroups=1, headdim=6, dstate=12, state_dtype=dtype
+        live=(count, 3), seq_len=2, window=6, nheads=2, ngroups=1, headdim=dim, dstate=dstate, state_dtype=dtype
     )
     src = call.state_batch_indices.tolist()
     free = next(slot for slot in range(5) if slot not in src)
@@ -108,7 +114,7 @@ def test_materialize_equals_a_flush(dtype, seed):
     values = call.A[:, 0, 0].contiguous()
     numbers = [n for t in (call.state, call.x_cache, call.B_cache, call.dt_cache) for n in (t.data_ptr(), t.stride(0))]
     scale = [0, 0] if call.state_scale is None else [call.state_scale.data_ptr(), call.state_scale.stride(0)]
-    sizes = {"dim": 6, "dstate": 12, "num_heads": 2, "heads_per_group": 2, "max_window": 6, "ring_buffer_len": 8}
+    sizes = {"dim": dim, "dstate": dstate, "num_heads": 2, "heads_per_group": 2, "max_window": 6, "ring_buffer_len": 8}
     random = {} if seed is None else {"rand_seed": torch.tensor([seed]), "philox_rounds": 10}
     before = call.memory()
     with using("kernels"):

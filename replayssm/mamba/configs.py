@@ -146,4 +146,5 @@ def materialize_tile(headdim: int, dstate: int, state_bytes: int) -> Materialize
     if state_bytes == 2:
         copy_rows = max(1, min(rows, 2048 // state_columns(dstate)))  # 4 KB: memory is used best with as little
         return MaterializeTile(rows, 16, min(3, rows // 16), copy_rows, 1 << 14, 2, 128)
-    return MaterializeTile(rows, 16, min(4, rows // 16), rows, 1 << 14, 2, None)
+    # Folds of codes that come as words wait for instructions: with 32 rows each they take a fifth fewer.
+    return MaterializeTile(rows, min(rows, 32), 2, rows, 1 << 14, 2, 168)

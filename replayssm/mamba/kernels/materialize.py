@@ -6,10 +6,10 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.kernels import ring_row
-from replayssm.mamba.configs import materialize_tile, next_power_of_2, state_columns, window_rows
+from replayssm.mamba.configs import materialize_tile, next_power_of_2, state_columns, state_planes, window_rows
 from replayssm.mamba.kernels.common import DTYPES, KINDS, STORAGE, architecture, operand_dtype
 from replayssm.mamba.kernels.rounding import layer_seed
-from replayssm.mamba.kernels.window import fold_rows, fold_weights, load, store, weighted
+from replayssm.mamba.kernels.window import fold_rows, fold_weights, load, planes, store, weighted
 
 
 @triton.jit
@@ -20,10 +20,12 @@ def _base(pointers, layer, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _stride(strides, layer, ALIGNED: tl.constexpr):
-    """Elements from one slot to the next in one layer's storage, as int64."""
+def _stride(strides, layer, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS: tl.constexpr = 1):
+    """Elements from one slot to the next in one layer's storage, as int64; each holds COLUMNS of those in the table."""
     stride = tl.load(strides + layer)
-    return tl.multiple_of(stride, 16) if ALIGNED else stride
+    if COLUMNS > 1:  # by 1 the hint below would vanish together with the division
+        stride //= COLUMNS
+    return tl.multiple_of(stride, 128 // DTYPE.primitive_bitwidth) if ALIGNED else stride
 
 
 @triton.jit
@@ -45,11 +47,11 @@ def _materialize(
     scale_ptrs, scale_strides, src_slots, dst_slots, ring_start, prefix_len, active, rand_seed,
     batch, layers, nheads, heads_per_group, ring_len, pad_slot_id, lanes,
     P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr, BP: tl.constexpr, FOLD_ROWS: tl.constexpr,
-    COPY_ROWS: tl.constexpr,
-    STAGES: tl.constexpr, LIST_BLOCK: tl.constexpr, STATE: tl.constexpr, INPUT: tl.constexpr, A_TYPE: tl.constexpr,
-    KIND: tl.constexpr, OPERAND: tl.constexpr, ROUNDS: tl.constexpr, ALIGNED: tl.constexpr,
-    ARCH: tl.constexpr,
+    PLANES: tl.constexpr, COPY_ROWS: tl.constexpr, STAGES: tl.constexpr, LIST_BLOCK: tl.constexpr, STATE: tl.constexpr,
+    INPUT: tl.constexpr, A_TYPE: tl.constexpr, KIND: tl.constexpr, OPERAND: tl.constexpr, ROUNDS: tl.constexpr,
+    ALIGNED: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
+    """Copy or fold BP rows of one head of one layer, for every ``lanes``-th request that is listed."""
     SCALED: tl.constexpr = KIND == "int8" or KIND == "fp8"
     PARTS: tl.constexpr = (P + BP - 1) // BP
     MASKED: tl.constexpr = (P % BP != 0) or (NP != N)
@@ -61,19 +63,23 @@ def _materialize(
     n = tl.arange(0, NP)
     w = tl.arange(0, WP)
     n_in = n < N
+    # A state's row is NM elements of the type STATE: its columns, or words of four of them.
+    NM: tl.constexpr = N // PLANES
+    m = tl.arange(0, NP // PLANES)
+    m_in = m < NM
     # What depends on the layer alone is asked for first, so that fewer loads wait for one another.
-    states = _base(state_ptrs, layer, STATE, ALIGNED) + head * (P * N) + p_first * N
-    state_stride = _stride(state_strides, layer, ALIGNED)
+    states = _base(state_ptrs, layer, STATE, ALIGNED) + head * (P * NM) + p_first * NM
+    state_stride = _stride(state_strides, layer, STATE, ALIGNED, PLANES)
     x_rings = _base(x_ptrs, layer, INPUT, ALIGNED) + head * P * ring_len + p_first
-    x_stride = _stride(x_strides, layer, ALIGNED)
+    x_stride = _stride(x_strides, layer, INPUT, ALIGNED)
     B_rings = _base(B_ptrs, layer, INPUT, ALIGNED) + head // heads_per_group * N * ring_len
-    B_stride = _stride(B_strides, layer, ALIGNED)
+    B_stride = _stride(B_strides, layer, INPUT, ALIGNED)
     dt_rings = _base(dt_ptrs, layer, tl.float32, False) + head * ring_len
-    dt_stride = _stride(dt_strides, layer, False)
+    dt_stride = _stride(dt_strides, layer, tl.float32, False)
     a = tl.load(_base(A_ptrs, layer, A_TYPE, False) + head + tl.arange(0, 1)).to(tl.float32)
     if SCALED:
         scales = _base(scale_ptrs, layer, tl.float32, False) + head * P + p_first
-        scale_stride = _stride(scale_strides, layer, False)
+        scale_stride = _stride(scale_strides, layer, tl.float32, False)
     src_slots += layer.to(tl.int64) * batch
     dst_slots += layer.to(tl.int64) * batch
     seed = tl.full((), 0, tl.int64)
@@ -108,8 +114,8 @@ def _materialize(
                 for block in tl.range(0, BP, COPY_ROWS, num_stages=1):
                     p = block + tl.arange(0, COPY_ROWS)
                     p_in = p < P - p_first
-                    mask = p_in[:, None] & n_in[None, :]
-                    at = p[:, None] * N + n[None, :]
+                    mask = p_in[:, None] & m_in[None, :]
+                    at = p[:, None] * NM + m[None, :]
                     store(target + at, load(source + at, mask, MASKED), mask, MASKED)
                     if SCALED:
                         store(scale_target + p, load(scale_source + p, p_in, MASKED), p_in, MASKED)
@@ -121,13 +127,14 @@ def _materialize(
                 live = w < rows
                 dt_rows = tl.load(dt + ring, mask=live, other=0.0)
                 B_rows = tl.load(B + ring[:, None] * N + n[None, :], mask=live[:, None] & n_in[None, :], other=0.0)
+                B_planes = planes(B_rows, PLANES)
                 decay = 0.0
                 weights = tl.zeros((WP,), tl.float32)
                 for block in tl.range(0, BP, FOLD_ROWS, num_stages=STAGES):
                     p = tl.arange(0, FOLD_ROWS)
                     p_in = block + p < P - p_first
-                    mask = p_in[:, None] & n_in[None, :]
-                    at = block * N + p[:, None] * N + n[None, :]
+                    mask = p_in[:, None] & m_in[None, :]
+                    at = block * NM + p[:, None] * NM + m[None, :]
                     codes = load(source + at, mask, MASKED)
                     scale = tl.full((FOLD_ROWS,), 1.0, tl.float32)
                     if SCALED:
@@ -139,7 +146,7 @@ def _materialize(
                         decay, weights = fold_weights(dt_rows[None, :], a, rows)
                         decay, weights = tl.sum(decay, 0), tl.sum(weights, 0)  # of the one head
                     _, codes, scale = fold_rows(
-                        codes, scale, weighted(x_rows, weights, OPERAND), (B_rows,), decay, seed, dst, head,
+                        codes, scale, weighted(x_rows, weights, OPERAND), B_planes, decay, seed, dst, head,
                         p_first + block + p, NP, KIND, ROUNDS, OPERAND, ARCH,
                     )  # fmt: skip
                     store(target + at, codes, mask, MASKED)
@@ -190,15 +197,16 @@ def replayssm_materialize(
     lanes = max(1, min(batch, tile.programs // per_request))
     item = input_dtype.itemsize
     aligned = (dim * dstate * state_dtype.itemsize) % 16 == 0 and (dim * item) % 16 == 0 and (dstate * item) % 16 == 0
+    plane_count = state_planes(dstate, state_dtype.itemsize) if aligned else 1
     _materialize[(lanes * per_request,)](
         state_ptrs, state_slot_strides, x_cache_ptrs, x_cache_slot_strides, B_cache_ptrs, B_cache_slot_strides,
         dt_cache_ptrs, dt_cache_slot_strides, A_ptrs, state_scale_ptrs, state_scale_slot_strides,
         src_slots, dst_slots, ring_start, replay_prefix_len, active_request_indices, rand_seed,
         batch, layers, num_heads, heads_per_group, ring_buffer_len, pad_slot_id, lanes,
         P=dim, N=dstate, NP=state_columns(dstate), WP=window_rows(max_window), BP=tile.program_rows,
-        FOLD_ROWS=tile.fold_rows, COPY_ROWS=tile.copy_rows, STAGES=tile.stages,
-        LIST_BLOCK=min(1024, next_power_of_2(batch)),
-        STATE=STORAGE[kind], INPUT=DTYPES[input_dtype], A_TYPE=DTYPES[matrixA_dtype], KIND=kind,
-        OPERAND=operand_dtype(input_dtype), ROUNDS=0 if rand_seed is None else philox_rounds, ALIGNED=aligned,
+        FOLD_ROWS=tile.fold_rows, PLANES=plane_count, COPY_ROWS=tile.copy_rows, STAGES=tile.stages,
+        LIST_BLOCK=min(1024, next_power_of_2(batch)), STATE=STORAGE[kind] if plane_count == 1 else tl.int32,
+        INPUT=DTYPES[input_dtype], A_TYPE=DTYPES[matrixA_dtype], KIND=kind, OPERAND=operand_dtype(input_dtype),
+        ROUNDS=0 if rand_seed is None else philox_rounds, ALIGNED=aligned,
         ARCH=architecture(state_ptrs.device), num_warps=tile.warps, maxnreg=tile.registers,
     )  # fmt: skip
