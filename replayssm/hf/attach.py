@@ -99,7 +99,7 @@ def check_model(model: object) -> ModuleType:
             )
         if getattr(model, "_is_stateful", False):
             raise ValueError(f"model: the recurrent layers of {name} are of an unsupported family; {_SUPPORTED}")
-        raise ValueError(f"model: {name} has no recurrent layers to replay; {_SUPPORTED}")
+        raise ValueError(f"model: {name} has no recurrent layers that can be replayed; {_SUPPORTED}")
     if model.get_output_embeddings() is None:
         raise ValueError(f"model: {name} has no language-model head; load it with AutoModelForCausalLM")
     if model.device.type not in supported_devices(family.OPS):

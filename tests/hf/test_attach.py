@@ -300,7 +300,7 @@ def tiny_jamba():
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (tiny_gpt2, r"GPT2LMHeadModel \(model_type 'gpt2'\) has no recurrent layers to replay"),
+        (tiny_gpt2, r"GPT2LMHeadModel \(model_type 'gpt2'\) has no recurrent layers that can be replayed"),
         (tiny_t5, r"T5ForConditionalGeneration \(model_type 't5'\) is an encoder-decoder"),
         (tiny_mamba1, r"recurrent layers of MambaForCausalLM \(model_type 'mamba'\) are of an unsupported family"),
         (tiny_jamba, r"model_type 'jamba'\) are of an unsupported family"),
