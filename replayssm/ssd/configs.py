@@ -50,7 +50,7 @@ def state_tile(chunk_size: int, headdim: int, dstate: int, input_bytes: int, hea
         shared: bytes of shared memory that a program may take.
     """
     if input_bytes == 4:
-        return StateTile(min(64, padded(headdim)), min(64, padded(dstate)), min(TERMS, padded(chunk_size)), 4, 3)
+        return StateTile(min(64, padded(headdim)), min(32, padded(dstate)), min(TERMS, padded(chunk_size)), 4, 3)
     rows, columns, tokens = min(64, padded(headdim)), min(64, padded(dstate)), padded(chunk_size)
     if tokens > 128 or shared < _HOPPER:
         return StateTile(rows, columns, min(64, tokens), 4, 2)
@@ -95,7 +95,7 @@ def scan_tile(
     """
     if input_bytes == 4:
         tokens = min(TERMS, padded(chunk_size))
-        return ScanTile(tokens, tokens, min(TERMS, padded(dstate)), 0, 4, 2)
+        return ScanTile(tokens, tokens, min(TERMS, padded(dstate)), 0, 2, 2)
     rows = padded(chunk_size)
     if dstate > 128 or shared < _HOPPER:
         return ScanTile(min(64, rows), min(64, rows), min(128, padded(dstate)), 0, 4, 2)
