@@ -155,14 +155,14 @@ def stream_kernel(
     t = c % TP
     head_of = c // TP
     r_in = r < count * P
-    out += lane * s_out_lane + first_head * P
+    tp = tl.arange(0, TP)
+    mine = (tp < seq_len)[:, None] & r_in[None, :]
+    out_at = out + lane * s_out_lane + first_head * P + (tp * s_out)[:, None] + r[None, :]
     slot = tl.load(slots + lane).to(tl.int64)
     if OVERLAP:
         gdc_wait()
     if slot < 0:  # exact zeros
-        tp = tl.arange(0, TP)
-        zero = tl.zeros((WIDTH, TP), out.dtype.element_ty)
-        tl.store(out + (tp * s_out)[None, :] + r[:, None], zero, mask=r_in[:, None] & (tp < seq_len)[None, :])
+        tl.store(out_at, tl.zeros((TP, WIDTH), out.dtype.element_ty), mask=mine)
         return
     start = tl.load(cursors + 2 * lane)
     live = tl.load(cursors + 2 * lane + 1)
@@ -185,12 +185,16 @@ def stream_kernel(
     gate = 0.0
     if D is not None:
         skip_at = D + (first_head + r // P) * s_D_head + (r % P) * s_D_element
-        skip = tl.load(skip_at, mask=r_in, other=0.0).to(tl.float32)[:, None]
+        skip = tl.load(skip_at, mask=r_in, other=0.0).to(tl.float32)[None, :]
     if ONE:
         if D is not None:
-            x_new = tl.load(x + r, mask=r_in, other=0.0)[:, None]
+            x_new = tl.load(x + r, mask=r_in, other=0.0)[None, :]
         if z is not None:
-            gate = tl.load(z + r, mask=r_in, other=0.0)[:, None]
+            gate = tl.load(z + r, mask=r_in, other=0.0)[None, :]
+    else:
+        x_new = tl.load(x + (tp * s_x)[:, None] + r[None, :], mask=mine, other=0.0)
+        if z is not None:
+            gate = tl.load(z + (tp * s_z)[:, None] + r[None, :], mask=mine, other=0.0)
     if tl.float32 == OPERAND:
         y = score_in_blocks(
             state, C, decay, x_rows, row_weights, start, ring_len, s_x_row, s_C, r, r_in, live, seq_len, t, column,
@@ -214,21 +218,18 @@ def stream_kernel(
             w = tl.load(w_at, mask=c_in[None, :], other=0.0)
             y = tl.dot(values.to(OPERAND), C_tile, input_precision="ieee") * decay[None, :]
             y = tl.dot(x_tile, w, y, input_precision="ieee")
-    own = head_of[None, :] == (r // P)[:, None]
-    if ONE:  # the bits of the one column that a row has, without an addition
-        bits = tl.sum(tl.where(own, y.to(tl.int32, bitcast=True), 0), 1)
-        y1 = bits.to(tl.float32, bitcast=True)[:, None]
-        y1 = finished(y1, x_new, skip, gate, D is not None, z is not None)
-        tl.store(out + r[:, None], y1.to(out.dtype.element_ty), mask=r_in[:, None])
-    else:
-        valid = own & c_in[None, :] & r_in[:, None]
-        x_new = tl.load(x + (t * s_x)[None, :] + r[:, None], mask=valid, other=0.0)
-        if z is not None:
-            gate = tl.load(z + (t * s_z)[None, :] + r[:, None], mask=valid, other=0.0)
+    if not ONE:  # noqa: SIM102  a condition of the compiler, and one of the program
         if holds_no_number(x_new) != 0:
             y = _careful(
                 state, C, decay, x_rows, row_weights, start, ring_len, s_x_row, s_C, r, r_in, live, seq_len, t, column,
                 c_in, N, NP, ROWS, BT if tl.float32 == OPERAND else 16, LAZY, OPERAND,
             )  # fmt: skip
-        y = finished(y, x_new, skip, gate, D is not None, z is not None)
-        tl.store(out + (t * s_out)[None, :] + r[:, None], y.to(out.dtype.element_ty), mask=valid)
+    # Of a row's columns those of its own head, their bits, without an addition; turned, to store rows side by side.
+    bits = tl.where(head_of[None, :] == (r // P)[:, None], y.to(tl.int32, bitcast=True), 0)
+    if ONE:
+        bits = tl.sum(bits, 1)[None, :]
+    else:
+        bits = tl.trans(tl.sum(tl.reshape(bits, (WIDTH, COLUMNS // TP, TP)), 1))
+    y = bits.to(tl.float32, bitcast=True)
+    y = finished(y, x_new, skip, gate, D is not None, z is not None)
+    tl.store(out_at, y.to(out.dtype.element_ty), mask=mine)
