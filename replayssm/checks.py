@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any, TypeVar
 
@@ -218,10 +220,25 @@ def as_device(name: str, value: object) -> torch.device:
 
 
 def check_range(name: str, value: int, low: int, high: int, why: str = "") -> None:
-    """Raise TypeError unless ``value`` is a whole number and ValueError unless ``low <= value <= high``."""
+    """Raise TypeError unless ``value`` is a whole number and ValueError unless ``low <= value <= high``.
+
+    ``sys.maxsize`` as the upper bound is none worth telling.
+    """
     check_integer(name, value)
     if not low <= value <= high:
-        raise ValueError(f"{name}: expected {low} <= {name} <= {high}{f' ({why})' if why else ''}, got {value}")
+        bounds = f"{name} >= {low}" if high == sys.maxsize and value < low else f"{low} <= {name} <= {high}"
+        raise ValueError(f"{name}: expected {bounds}{f' ({why})' if why else ''}, got {value}")
+
+
+@contextmanager
+def renamed(argument: str, to: str) -> Iterator[None]:
+    """Let errors about an argument of an inner function name the caller's own."""
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        if str(error).startswith(f"{argument}: "):
+            error.args = (f"{to}: {str(error).removeprefix(f'{argument}: ')}",)
+        raise
 
 
 def check_values(name: str, tensor: Tensor, low: int, high: int, why: str = "") -> None:

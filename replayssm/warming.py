@@ -16,7 +16,7 @@ from replayssm import cursors
 from replayssm.batch_invariant_decode import batch_invariant_decode_buffered_scan
 from replayssm.cache import ExactMamba2Layer, GDNLayer, Mamba2Layer, ReplayPool
 from replayssm.cache.materialize import Materializer
-from replayssm.checks import FLOATS, INDICES, check_flag, check_range, check_sequence
+from replayssm.checks import FLOATS, INDICES, check_flag, check_range, check_sequence, renamed
 from replayssm.conv import causal_conv1d_replay
 from replayssm.gdn_decode import gated_delta_rule_checkpointing
 from replayssm.mamba import checkpointing_ssu
@@ -119,7 +119,7 @@ def warmup(
         if dtype not in allowed:
             raise ValueError(f"{name}: expected {' or '.join(map(str, allowed))}, got {dtype}")
     if not is_pool:
-        with _target_named():
+        with renamed("model", "target"):
             return _model_warmup(target, tokens, batch, window, longest_prompt, exact)
     for count in tokens:
         check_range("tokens", count, 1, target.max_tokens, "the pool's max_tokens")
@@ -135,17 +135,6 @@ def warmup(
             _materialize(target, slots.long(), parameter_dtype)
         _commit(target)
     return done
-
-
-@contextmanager
-def _target_named() -> Iterator[None]:
-    """Errors of ``replayssm.hf`` name a model as its functions do; here the argument is called ``target``."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        if str(error).startswith("model: "):
-            error.args = (f"target: {str(error).removeprefix('model: ')}",)
-        raise
 
 
 def _model_warmup(

@@ -1,5 +1,7 @@
 """The checks' messages: name, expectation with the sizes that are known, fact."""
 
+import sys
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from replayssm.checks import (
     check_values,
     checked_mode,
     once_per_layout,
+    renamed,
 )
 
 
@@ -108,6 +111,22 @@ def test_a_layout_that_passed_does_not_hide_an_argument_of_another_type():
     for value in (1.0, True):
         with pytest.raises(TypeError, match=r"^a: expected an int"):
             check(torch.zeros(2), value)
+
+
+def test_renamed():
+    for error in (TypeError, ValueError, NotImplementedError):
+        with pytest.raises(error, match=r"^b: expected a: 3$"), renamed("a", "b"):
+            raise error("a: expected a: 3")
+        with pytest.raises(error, match=r"^ab: a: 3$"), renamed("a", "b"):
+            raise error("ab: a: 3")
+
+
+def test_an_upper_bound_that_nobody_reaches_is_not_told():
+    check_range("a", sys.maxsize, 1, sys.maxsize)
+    with pytest.raises(ValueError, match=r"^a: expected a >= 1 \(why\), got 0$"):
+        check_range("a", 0, 1, sys.maxsize, "why")
+    with pytest.raises(ValueError, match=rf"^a: expected 1 <= a <= {sys.maxsize}, got {10 * sys.maxsize}$"):
+        check_range("a", 10 * sys.maxsize, 1, sys.maxsize)
 
 
 def test_values_reports_the_first_bad_element():

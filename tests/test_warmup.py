@@ -84,10 +84,13 @@ def test_a_model_is_checked_and_left_as_it_is():
     model = Mamba2ForCausalLM(config).eval()
     assert replayssm.warmup(model, batch=(1, 3)).kernels == 0 and attachment_of(model) is None
     for options in (dict(tokens=(65,)), dict(window=65), dict(batch=(0,)), dict(longest_prompt=0)):
-        with pytest.raises(ValueError, match=f"{next(iter(options))}: expected 1 <= "):
+        (name,) = options
+        with pytest.raises(ValueError, match=f"^{name}: expected (1 <= {name}|{name} >= 1)"):
             replayssm.warmup(model, **options)
     with pytest.raises(ValueError, match=r"^target: GPT2LMHeadModel .* has no recurrent layers"):
         replayssm.warmup(GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=20)))
+    with pytest.raises(NotImplementedError, match="^target: expected device cpu or cuda, got meta"):
+        replayssm.warmup(Mamba2ForCausalLM(config).to("meta"))
     # What would run on a GPU.
     from replayssm.hf import attach
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from replayssm.checks import check_flag, check_integer, check_range
+from replayssm.checks import check_flag, check_integer, check_range, renamed
 from replayssm.hf.attach import attached
 from replayssm.hf.attachment import most_tokens
 from replayssm.hf.draft_model import ModelDrafter
@@ -223,18 +223,6 @@ def _check_hooks(name: str, model: PreTrainedModel) -> None:
         )
 
 
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Let errors about ``model`` name the argument that the model came by."""
-    try:
-        yield
-    except (TypeError, ValueError, NotImplementedError) as error:
-        first, *rest = str(error).split("model: ", 1)
-        if first:
-            raise
-        raise type(error)(f"{name}: {rest[0]}") from None
-
-
 def _drafter(
     draft: str | DraftFunction | None,
     draft_model: PreTrainedModel | None,
@@ -250,7 +238,7 @@ def _drafter(
     if draft_model is not None:
         if draft != "lookup" and draft is not None:
             raise ValueError("draft and draft_model: expected one source of drafts, got both")
-        with _named("draft_model"), attached(draft_model):
+        with renamed("model", "draft_model"), attached(draft_model):
             _check_hooks("draft_model", draft_model)
             theirs = draft_model.get_output_embeddings().out_features
             if theirs != vocab_size:

@@ -112,7 +112,7 @@ def test_draft_model_drafts_what_it_would_say_itself():
         (dict(draft=3), TypeError, "draft: expected 'lookup', None or a callable, got int"),
         (dict(num_draft_tokens=64), ValueError, r"num_draft_tokens: expected 0 <= num_draft_tokens <= 63, got 64"),
         (dict(num_draft_tokens=-1), ValueError, "got -1"),
-        (dict(max_new_tokens=0), ValueError, "max_new_tokens: expected 1 <= max_new_tokens"),
+        (dict(max_new_tokens=0), ValueError, "max_new_tokens: expected max_new_tokens >= 1, got 0"),
         (dict(window=0), ValueError, "window: expected 1 <= window <= 64, got 0"),
     ],
 )

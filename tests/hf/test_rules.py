@@ -215,7 +215,7 @@ def test_a_used_cache_is_refused():
 
 def test_models_without_recurrent_layers_are_refused_by_custom_generate():
     model = GPT2LMHeadModel(GPT2Config(vocab_size=37, n_embd=16, n_layer=1, n_head=2, n_positions=32))
-    with pytest.raises(ValueError, match="has no recurrent layers to replay; supported are"):
+    with pytest.raises(ValueError, match="has no recurrent layers that can be replayed; supported are"):
         model.generate(torch.tensor([[3, 4]]), max_new_tokens=4, custom_generate=hf.custom_generate)
 
 
