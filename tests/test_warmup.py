@@ -89,7 +89,7 @@ def test_a_model_is_checked_and_left_as_it_is():
             replayssm.warmup(model, **options)
     with pytest.raises(ValueError, match=r"^target: GPT2LMHeadModel .* has no recurrent layers"):
         replayssm.warmup(GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=20)))
-    with pytest.raises(NotImplementedError, match="^target: expected device cpu or cuda, got meta"):
+    with pytest.raises(NotImplementedError, match=r"^target: expected device cpu or cuda, got meta"):
         replayssm.warmup(Mamba2ForCausalLM(config).to("meta"))
     # What would run on a GPU.
     from replayssm.hf import attach
