@@ -132,9 +132,7 @@ class ReplayCache(FixedCache):
         self.select(range(batch_size))
 
     def __repr__(self) -> str:
-        return (
-            f"ReplayCache(rows of {self._lengths} tokens, max_tokens={self.pool.max_tokens}, window={self.pool.window})"
-        )
+        return f"ReplayCache(rows of {self._lengths} tokens, max_tokens={self.pool.max_tokens})"
 
     def select(self, rows: Sequence[int], total: int | None = None) -> None:
         """Let the next forwards have these rows of the batch only, in this order. Accepts what is pending.

@@ -66,7 +66,7 @@ def test_a_cache_shows_what_it_holds(model):
     with hf.ReplayCache(model, 1, max_tokens=4) as cache:
         feed(model, cache, TEXT[:9])
         feed(model, cache, TEXT[9:12])
-        assert repr(cache) == "ReplayCache(rows of [12] tokens, max_tokens=4, window=16)"
+        assert repr(cache) == "ReplayCache(rows of [12] tokens, max_tokens=4)"
 
 
 @pytest.mark.parametrize("wrong", range(6))
