@@ -13,7 +13,7 @@ from exact_cases import INPUTS, Decoder  # noqa: E402
 from ssd_cases import int32, random_case  # noqa: E402
 
 from replayssm.batch_invariant_decode import _mamba_chunk_scan_decode_rows, _masked_update_rows  # noqa: E402
-from replayssm.batch_invariant_decode.configs import BatchTile, batch_tile, chunk_rows  # noqa: E402
+from replayssm.batch_invariant_decode.configs import BatchTile, batch_tile, chunk_rows, step_tile  # noqa: E402
 from replayssm.batch_invariant_decode.kernels import launch  # noqa: E402
 from replayssm.ssd.configs import ScanTile  # noqa: E402
 from replayssm.ssd.kernels import launch as scan_launch  # noqa: E402
@@ -126,11 +126,12 @@ def test_a_chunk_lies_in_tiles_that_are_right_on_a_card():
 
 def test_the_form_follows_from_sizes_alone():
     sizes = (64, 128, 128, 2, 1)
-    assert batch_tile(*sizes, 15, 16) is None and batch_tile(*sizes, 3, 128) is None
-    assert batch_tile(*sizes, 16, 16) and batch_tile(*sizes, 4, 128)
+    assert batch_tile(*sizes, 32, 16) is None and batch_tile(*sizes, 4, 128) is None
+    assert batch_tile(*sizes, 33, 16) and batch_tile(*sizes, 5, 128)
     assert batch_tile(64, 128, 128, 4, 1, 1, 1) and batch_tile(160, 128, 128, 4, 1, 99, 99) is None
     assert batch_tile(256, 256, 256, 2, 1, 99, 99) is None
     assert [batch_tile(64, N, Q, 2, 1, 99, 99).heads for N, Q in ((128, 128), (256, 128), (128, 256))] == [2, 1, 1]
+    assert [step_tile(64, 128, 128, 2, heads).rows for heads in (16, 48, 80)] == [16, 32, 64]
 
 
 def take(form, monkeypatch):

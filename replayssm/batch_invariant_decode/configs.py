@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from replayssm.ssd.configs import TERMS, padded
 
+_MULTIPROCESSORS = 132
 _MOST_SHARED = 216 << 10  # bytes that the programs on a multiprocessor share, with some room
 
 
@@ -42,19 +43,26 @@ class StepTile(NamedTuple):
     registers: int | None
 
 
-def step_tile(headdim: int, dstate: int, input_bytes: int) -> StepTile:
+def step_tile(headdim: int, dstate: int, chunk_size: int, input_bytes: int, heads: int) -> StepTile:
     """Tile of the step in one launch.
 
     Args:
         headdim: P.
         dstate: N.
+        chunk_size: Q.
         input_bytes: bytes of one element of x.
+        heads: heads of all lanes together.
     """
     if input_bytes == 4:
         rows = min(32, padded(headdim))
-        return StepTile(rows, rows, TERMS, min(TERMS, padded(dstate)), 4, None)
-    rows = min(64 if dstate <= 128 else 32, padded(headdim))
-    return StepTile(rows, min(rows, 16), 32, min(64, padded(dstate)), 4, None)
+        return StepTile(rows, rows, min(TERMS, chunk_rows(chunk_size)), min(TERMS, padded(dstate)), 4, None)
+    most = 64 if dstate <= 128 else 32
+    while most > 16 and heads * -(-headdim // most) * 2 <= _MULTIPROCESSORS:
+        most //= 2  # programs of fewer rows, as long as each still has a multiprocessor to itself
+    rows, columns = min(most, padded(headdim)), padded(dstate)
+    if 2 * chunk_rows(chunk_size) * columns > _MOST_SHARED // 2:
+        columns = 64  # all of B's rows would not fit beside the state
+    return StepTile(rows, rows, min(32, chunk_rows(chunk_size)), columns, 4, None)
 
 
 class BatchTile(NamedTuple):
@@ -107,8 +115,7 @@ def batch_tile(
     """
     if input_bytes == 4:
         return _fp32_batch_tile(headdim, dstate, chunk_size, tokens)
-    # One launch is faster, until a lane folds: the more lanes, the more often one does.
-    if lanes * nheads < (256 if lanes >= 16 else 512):
+    if lanes * nheads <= 512:
         return None
     rows, columns = chunk_rows(chunk_size), padded(dstate)
     held = [  # bytes in shared memory: states in fp32, rows of x, and the two operands with a column for every token

@@ -9,18 +9,24 @@ from replayssm.ssd.kernels.constants import TERMS
 
 
 @triton.jit
-def state_times(state, C, NP: tl.constexpr, OPERAND: tl.constexpr):
-    """``state`` [rows, NP] times ``C`` [NP, tokens], both in registers; blocks of zeros change no bit."""
-    total = tl.zeros((state.shape[0], C.shape[1]), tl.float32)
-    if tl.float32 == OPERAND:
-        BLOCK: tl.constexpr = min(TERMS, NP)
-        n = tl.arange(0, NP)
-        for n0 in tl.range(0, NP, BLOCK, num_stages=1):
-            own = tl.where((n // BLOCK == n0 // BLOCK)[None, :], state, 0.0)
-            total = multiply(own, C, total, True)
+def in_blocks(a, b, total):
+    """``total + a b`` of operands in registers; blocks of zeros change no bit."""
+    if a.dtype == tl.float32:
+        TERMS_IN: tl.constexpr = a.shape[1]
+        BLOCK: tl.constexpr = min(TERMS, TERMS_IN)
+        term = tl.arange(0, TERMS_IN)
+        for k0 in tl.range(0, TERMS_IN, BLOCK, num_stages=1):
+            own = tl.where((term // BLOCK == k0 // BLOCK)[None, :], a, 0.0)
+            total = multiply(own, b, total, True)
         return total
     else:
-        return multiply(state.to(OPERAND), C, total, True)
+        return multiply(a, b, total, True)
+
+
+@triton.jit
+def state_times(state, C, NP: tl.constexpr, OPERAND: tl.constexpr):
+    """``state`` [rows, NP] times ``C`` [NP, tokens], both in registers."""
+    return in_blocks(state.to(OPERAND), C, tl.zeros((state.shape[0], C.shape[1]), tl.float32))
 
 
 @triton.jit

@@ -12,6 +12,15 @@ def ring_row(start, row, ring_len):
 
 
 @triton.jit
+def place(start, row, ring_len, LAZY: tl.constexpr):
+    """Ring row of the row that comes ``row`` after the oldest, which without a ring lies at zero."""
+    if LAZY:
+        return ring_row(start, row, ring_len)
+    else:
+        return row
+
+
+@triton.jit
 def row_pointers(rows, s_row, new, s_new, start, position, stored, ring_len):
     """Pointers to rows by their place behind the oldest: the first ``stored`` lie in the ring, the others are new."""
     old = rows + ring_row(start, position, ring_len) * s_row
@@ -53,28 +62,6 @@ def append(rows, new, s_row, s_new, start, live, seq_len, ring_len, first, count
 
 
 @triton.jit
-def store_rows(
-    x_rows, z_rows, dt_rows, B_rows, C_rows, x, z, dt, B, C, slot, head, group, leads, part,
-    s_x_row, s_dt_row, s_B_row, s_z_slot, s_C_slot, s_x, s_z, s_dt, s_B, s_C, start, live, seq_len, ring_len,
-    P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BP: tl.constexpr, TOGETHER: tl.constexpr,
-):  # fmt: skip
-    """Store a head's new rows behind the live ones, which no program reads in this call; one head leads its group."""
-    first = part * BP
-    width = tl.minimum(BP, P - first)
-    append(x_rows, x, s_x_row, s_x, start, live, seq_len, ring_len, first, width, TOGETHER, BP)
-    if z_rows is not None and z is not None:
-        z_at = z_rows + slot * s_z_slot + head * P
-        append(z_at, z, s_x_row, s_z, start, live, seq_len, ring_len, first, width, TOGETHER, BP)
-    if part == 0:
-        append(dt_rows, dt, s_dt_row, s_dt, start, live, seq_len, ring_len, head, 1, TOGETHER, 1)
-        if leads:
-            append(B_rows, B, s_B_row, s_B, start, live, seq_len, ring_len, 0, N, TOGETHER, NP)
-            if C_rows is not None:
-                C_to = C_rows + slot * s_C_slot + group * N
-                append(C_to, C, s_B_row, s_C, start, live, seq_len, ring_len, 0, N, TOGETHER, NP)
-
-
-@triton.jit
 def move_cursors(num_buffered, ring_start, slot, active, start, live, ring_len, chunk_size, folds, full,
                  LAZY: tl.constexpr):  # fmt: skip
     """The cursors of lanes behind a step; with ``LAZY`` their tokens are not committed yet."""
@@ -87,11 +74,12 @@ def move_cursors(num_buffered, ring_start, slot, active, start, live, ring_len, 
 
 
 @triton.jit
-def pad(out, target_rows, chunk_flags, lane, leads, p, p_in, seq_len, s_out, TOKENS: tl.constexpr):
-    """What an inactive lane returns: exact zeros."""
-    t = tl.arange(0, TOKENS)
-    zero = tl.zeros((p.shape[0], TOKENS), out.dtype.element_ty)
-    tl.store(out + (t * s_out)[None, :] + p[:, None], zero, mask=p_in[:, None] & (t < seq_len)[None, :])
-    if leads:
-        tl.store(target_rows + lane, -1)
-        tl.store(chunk_flags + lane, 0)
+def pad(out, target_rows, chunk_flags, lane, leads, p, p_in, seq_len, s_out, TOKENS: tl.constexpr, FLAT: tl.constexpr):
+    """What an inactive lane returns: exact zeros, unless the call is flat."""
+    if not FLAT:
+        t = tl.arange(0, TOKENS)
+        zero = tl.zeros((p.shape[0], TOKENS), out.dtype.element_ty)
+        tl.store(out + (t * s_out)[None, :] + p[:, None], zero, mask=p_in[:, None] & (t < seq_len)[None, :])
+        if leads:
+            tl.store(target_rows + lane, -1)
+            tl.store(chunk_flags + lane, 0)

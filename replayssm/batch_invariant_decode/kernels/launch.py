@@ -152,7 +152,7 @@ def _launch(call: _Call, arrivals: Tensor | None) -> None:
     element = call.new.x.element_size()
     tile = None if call.chunk_starts is not None else batch_tile(P, N, call.chunk_size, element, T, lanes, H)
     if tile is None:
-        _launch_one(call, step_tile(P, N, element), arrivals)
+        _launch_one(call, step_tile(P, N, call.chunk_size, element, lanes * H), arrivals)
     else:
         _launch_two(call, tile)
 
@@ -160,21 +160,25 @@ def _launch(call: _Call, arrivals: Tensor | None) -> None:
 def _launch_one(call: _Call, tile: StepTile, arrivals: Tensor | None) -> None:
     """One launch. With ``chunk_starts`` the rows are flat: nothing is appended, and cursors are given by lane."""
     (lanes, T, H, P), G = call.out.shape, call.rows.B.shape[2]
-    flat, rows, new = call.chunk_starts is not None, call.rows, call.new
+    flat, rows, new, shared = call.chunk_starts is not None, call.rows, call.new, call.constants()
     if arrivals is None and not flat:
         arrivals = torch.zeros(lanes, dtype=torch.int32, device=call.out.device)
-    step_kernel[(lanes * H * triton.cdiv(P, tile.rows), 1 if flat else 2)](
-        call.ssm_state, call.shadow, *rows, *new, call.A, call.D, call.dt_bias, call.out,
-        call.num_buffered, call.ring_start, call.slots, call.chunk_starts, arrivals, call.target_rows,
-        call.chunk_flags, *scratch(lanes, H, T, chunk_rows(call.chunk_size), new.x),
-        call.ssm_state.stride(0), stride(call.shadow), *(stride(tensor) for tensor in rows),
-        rows.x.stride(1), rows.dt.stride(1), rows.B.stride(1),
+    kept, tokens = call.sums, triton.next_power_of_2(T)
+    if kept is None:
+        ring_len = shared["ROWS"] if flat else call.ring_len
+        kept = torch.empty(lanes, H, ring_len, 2, dtype=torch.float32, device=call.out.device)
+    del shared["TOKENS"]
+    step_kernel[(lanes * H * triton.cdiv(P, tile.rows),)](
+        call.ssm_state, call.shadow, *rows, kept, *new, call.A, call.D, call.dt_bias, call.out,
+        call.num_buffered, call.ring_start, call.num_summed, call.slots, call.chunk_starts, arrivals, call.target_rows,
+        call.chunk_flags, call.ssm_state.stride(0), stride(call.shadow), *(stride(tensor) for tensor in rows),
+        kept.stride(0), kept.stride(1),
         *(call.by_lane(tensor) for tensor in new), *(stride(tensor, 1) for tensor in new),
-        call.out.stride(0), call.out.stride(1), *call.skip_strides(), T, call.ring_len, H, G, H // G, call.chunk_size,
-        call.dt_min, call.dt_max, BN=tile.columns, BP=tile.rows, FP=tile.fold_rows,
-        BT=min(tile.fold_tokens, chunk_rows(call.chunk_size)), TOGETHER=1 if T == 1 else 4, ONE=T == 1,
-        SOFTPLUS=call.dt_softplus, LAZY=call.ring_start is not None, FLAT=flat, num_warps=tile.warps,
-        maxnreg=tile.registers, **call.constants(),
+        call.out.stride(0), call.out.stride(1), *call.skip_strides(), T, call.ring_len, call.chunk_size,
+        call.dt_min, call.dt_max, H=H, G=G, BN=tile.columns, TP=tokens, COLUMNS=max(8, tokens), BP=tile.rows,
+        FP=tile.fold_rows, BT=tile.fold_tokens, SOFTPLUS=call.dt_softplus,
+        LAZY=call.ring_start is not None, FLAT=flat, ONE=T == 1, THREADS=32 * tile.warps, num_warps=tile.warps,
+        maxnreg=tile.registers, **shared,
     )  # fmt: skip
 
 

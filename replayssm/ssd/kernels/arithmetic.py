@@ -59,6 +59,33 @@ def _after(values, product, A, before, FUSED: tl.constexpr):
 
 
 @triton.jit
+def lane_sums(values, last, A, again, ROWS: tl.constexpr):
+    """``A`` [heads, 1] times the sums of processed dt, as ``sums`` orders them.
+
+    ``values`` and the result are four [heads, lanes]: one for each row of a lane, repeated where a lane has fewer rows.
+    ``last`` are sums of the lanes' last rows that are known already. They are added anew only if ``again``; without,
+    the last row of a lane that is not among the known ones must not be asked for.
+    """
+    v0, v1, v2, v3 = values
+    if ROWS == 16:
+        s0 = _sum_lanes(v0 * A, v0, A, True)
+        return s0, s0, s0, s0
+    elif ROWS == 32:
+        s0 = v0 * A
+        s1 = _sum_lanes(tl.fma(v1, A, s0), v1, A, False)
+        s0 = _after(s0, v0, A, _lane_before(s1, 1), True)
+        return s0, s1, s0, s1
+    else:
+        s0 = v0 * A
+        s1 = tl.fma(v1, A, s0)
+        s2 = tl.fma(v2, A, s1)
+        if again:
+            last = _sum_lanes(tl.fma(v3, A, s2), v3, A, False)
+        before = _lane_before(last, 1)
+        return _after(s0, v0, A, before, True), _after(s1, v1, A, before, False), _after(s2, v2, A, before, False), last
+
+
+@triton.jit
 def sums(dt, A):
     """``A`` [8] times the sums of ``dt`` [8, chunk] up to and with each row, fp32.
 
@@ -70,25 +97,17 @@ def sums(dt, A):
     ROWS: tl.constexpr = dt.shape[1]
     A = tl.broadcast_to(A[:, None], (HEADS, 1))
     if ROWS == 16:
-        return _sum_lanes(dt * A, dt, A, True)
+        s0, s1, s2, s3 = lane_sums((dt, dt, dt, dt), dt, A, True, ROWS)
+        return s0
     elif ROWS == 32:
         v0, v1 = tl.split(tl.reshape(dt, (HEADS, 16, 2)))
-        s0 = v0 * A
-        s1 = _sum_lanes(tl.fma(v1, A, s0), v1, A, False)
-        s0 = _after(s0, v0, A, _lane_before(s1, 1), True)
+        s0, s1, s2, s3 = lane_sums((v0, v1, v0, v1), v1, A, True, ROWS)
         return tl.reshape(tl.join(s0, s1), (HEADS, ROWS))
     else:
         even, odd = tl.split(tl.reshape(dt, (HEADS, ROWS // 4, 2, 2)))
         v0, v2 = tl.split(even)
         v1, v3 = tl.split(odd)
-        s0 = v0 * A
-        s1 = tl.fma(v1, A, s0)
-        s2 = tl.fma(v2, A, s1)
-        s3 = _sum_lanes(tl.fma(v3, A, s2), v3, A, False)
-        before = _lane_before(s3, 1)
-        s0 = _after(s0, v0, A, before, True)
-        s1 = _after(s1, v1, A, before, False)
-        s2 = _after(s2, v2, A, before, False)
+        s0, s1, s2, s3 = lane_sums((v0, v1, v2, v3), v3, A, True, ROWS)
         return tl.reshape(tl.join(tl.join(s0, s2), tl.join(s1, s3)), (HEADS, ROWS))
 
 
