@@ -262,7 +262,10 @@ def _step(
                 codes = load(codes_at, p_in[:, None] & n_in[None, :], MASKED)
                 x_rows_at = x_cache + i * P * ring_len + at + ring_seen[:, None] * P + p[None, :]
                 x_rows = tl.load(x_rows_at, mask=is_row[:, None] & p_in[None, :], other=0.0)
-            y = read_state(held(codes, HELD), c_state, units, TP, KIND, OPERAND, ARCH, DIGITS)
+            # Codes that become wider operands are not held: by what it sees behind a load the compiler groups the terms
+            # of the sum that the matrix unit adds up at once, and every tile shall group them alike.
+            HELD_CODES: tl.constexpr = HELD and (not SCALED or c_state.dtype == tl.int8)
+            y = read_state(held(codes, HELD_CODES), c_state, units, TP, KIND, OPERAND, ARCH, DIGITS)
             y *= to_columns(of_head(decays, i)[None, :], TP, DIGITS)
             if SCALED:
                 y *= load(state_scale + i * P + at + p, p_in, MASKED)[:, None]
