@@ -101,9 +101,7 @@ class ReplayCache(FixedCache):
         self._body = Body(attachment, pack)
         self.head = RowProduct(attachment.head, pack)
         self.whole = with_head(model, attachment, self.head)
-        self.rows_alike = (
-            self._body.rows_alike and self.head.rows_alike and all(weights.rows_alike for weights in self.weights)
-        )
+        self.rows_alike = all(part.rows_alike for part in (self._body, self.head, *self.weights))
         if exact and not self.rows_alike:
             raise ValueError(
                 "exact: expected matrix products whose rows do not depend on how many are multiplied together, which "
