@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import torch
 from ssd_cases import int32
 
@@ -13,12 +15,12 @@ INPUTS = ("x", "z", "dt", "B", "C")
 class Decoder:
     """Slots that hold sequences; ``case`` gives what they share, the parameters."""
 
-    def __init__(self, case, slots=4, *, max_tokens=1, trimmed=False, shadow=False):
+    def __init__(self, case, slots=4, *, max_tokens=1, trimmed=False, shadow=False, sums=None):
         H, P, G, N = case.sizes
         self.case = case
         self.buffers = BatchInvariantDecodeBuffers.allocate(
             slots, case.chunk_size, H, P, G, N, case.x.device, case.x.dtype, max_tokens=max_tokens,
-            trimmed=trimmed, shadow=shadow,
+            trimmed=trimmed, shadow=shadow, sums=sums,
         )  # fmt: skip
         for tensor in self.buffers.per_slot().values():
             if tensor.is_floating_point():
@@ -83,3 +85,37 @@ def pack(cases, name):
 
 def bounds(cases):
     return int32(0, *torch.tensor([len(case.x) for case in cases]).cumsum(0).tolist())
+
+
+def kept_and_derived(case, max_tokens, rounds, seed):
+    """Play one random schedule with kept sums, without, and with sums that are forgotten now and then.
+
+    Each round yields the three decoders, their outputs, and the slots that were stepped.
+    """
+    random = Random(seed)
+    decoders = [Decoder(case, 5, max_tokens=max_tokens, sums=kept) for kept in (True, False, True)]
+    place = {}
+    for number in range(rounds):
+        slot = random.choice([1, 2, 4])
+        if slot not in place or random.random() < 0.2:  # a sequence begins in a slot that held another
+            place[slot] = random.randrange(1, 2 * case.chunk_size)
+            for decoder in decoders:
+                decoder.prefill((slot, case.tokens(0, place[slot])))
+        count = random.randint(1, max_tokens)
+        ready = [each for each in place if place[each] + count <= len(case.x)]
+        random.shuffle(ready)
+        if not ready:
+            place.clear()
+            continue
+        lanes = [-1, *ready]
+        tokens = [case.tokens(place[max(each, ready[0])], place[max(each, ready[0])] + count) for each in lanes]
+        if number % 3 == 0:
+            decoders[2].buffers.num_summed.zero_()
+        outs = [decoder.step(lanes, tokens) for decoder in decoders]
+        yield decoders, outs, ready
+        kept = count if max_tokens == 1 else random.randint(0, count)
+        for each in ready:
+            place[each] += kept
+        if max_tokens > 1:
+            for decoder in decoders:
+                decoder.commit(lanes, [0, *[kept] * len(ready)])

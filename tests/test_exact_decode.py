@@ -110,6 +110,26 @@ def test_a_rounded_copy_of_the_state_is_all_that_is_read(max_tokens):
     assert torch.equal(decoder.state[3], boundary) and torch.equal(decoder.buffers.shadow[3], boundary.to(BF16))
 
 
+@pytest.mark.parametrize("module", ["cpu", "reference"])
+@pytest.mark.parametrize("max_tokens", [1, 4])
+def test_kept_sums_are_forgotten_where_nobody_keeps_them(max_tokens, module):
+    case = random_case(40)
+    plain, decoder = Decoder(case, max_tokens=max_tokens), Decoder(case, max_tokens=max_tokens, sums=True)
+    assert plain.buffers.sums is None and plain.buffers.num_summed is None  # so a CPU's are without a word
+    decoder.buffers.num_summed.fill_(16)
+    for each in (plain, decoder):
+        each.prefill((1, case.tokens(0, 9)), (2, case.tokens(0, 5)))
+    assert decoder.buffers.num_summed.tolist() == [16, 0, 0, 16]
+    decoder.extend((2, case.tokens(5, 7)))
+    plain.extend((2, case.tokens(5, 7)))
+    decoder.buffers.num_summed.fill_(16)
+    with using(module):
+        outs = [each.step([-1, 2], [case.tokens(7, 7 + max_tokens)] * 2) for each in (plain, decoder)]
+    assert torch.equal(*outs) and decoder.buffers.num_summed.tolist() == [16, 16, 0, 16]
+    decoder.extend((1, case.tokens(9, 10)))
+    assert decoder.buffers.num_summed.tolist() == [16, 0, 0, 16] and decoder.buffers.sums.isnan().all()
+
+
 def test_without_a_copy_there_is_nothing_to_refresh():
     decoder = Decoder(random_case(5))
     decoder.buffers.refresh(decoder.state, int32(1))

@@ -1,6 +1,8 @@
 """Wrong calls of exact decode: the error names the argument, and nothing has been written."""
 
 import re
+from copy import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -126,9 +128,23 @@ def test_cursors(max_tokens, field, value, message):
     refuse(message, made=made)
 
 
+def test_kept_sums():
+    made, narrow = decoder(sums=True), decoder(sums=True)
+    narrow.buffers.sums = narrow.buffers.sums[:, :, :15]
+    refuse(f"buffers.sums: expected shape [slots={S}, nheads={H}, rows={Q}, 2], got [4, 6, 15, 2]", made=narrow)
+    made.buffers.sums = made.buffers.sums.double()
+    refuse("buffers.sums: expected dtype torch.float32, got torch.float64", made=made)
+    made.buffers.sums = None
+    refuse("buffers.num_summed: expected it where buffers.sums is, and only there", made=made)
+    made = decoder(sums=True)
+    made.buffers.num_summed = made.buffers.num_summed.long()
+    refuse("buffers.num_summed: expected dtype torch.int32, got torch.int64", made=made)
+
+
 @pytest.mark.parametrize(
     ("changes", "message", "error"),
     [
+        ({"sums": 1}, "sums: expected a bool, got 1 of type int", TypeError),
         ({"chunk_size": 15}, "chunk_size: expected 16..256, got 15", ValueError),
         ({"nheads": 0}, "nheads: expected 1 <= nheads", ValueError),
         ({"headdim": 2.0}, "headdim: expected an int, got 2.0", TypeError),
@@ -265,3 +281,47 @@ def test_the_checked_mode_looks_at_live_memory_only(name, monkeypatch):
     memory[0] = torch.nan
     full = "ssm_state" if name == "state" else f"buffers.{name}"
     refuse(f"{full}: expected finite values (REPLAYSSM_CHECK=1), got nan", made=made)
+
+
+def keep(made, A, dt_bias):
+    """Leave in the buffers what a GPU would keep of slots 0 and 2."""
+    buffers, Q = made.buffers, made.case.chunk_size
+    for slot in (0, 2):
+        live, start = int(buffers.num_buffered[slot]), 0 if buffers.ring_start is None else buffers.ring_start[slot]
+        at = (start + torch.arange(live)) % buffers.x.shape[1]
+        dt = torch.log(torch.exp(buffers.dt[slot, at] + dt_bias) + 1.0)
+        total = torch.cat([A * part.cumsum(0) for part in dt.split(Q)])
+        buffers.sums[slot][:, at] = torch.stack((dt, total), -1).transpose(0, 1)
+        buffers.num_summed[slot] = live + 1
+
+
+@pytest.mark.parametrize("max_tokens", [1, 3])
+def test_the_checked_mode_compares_kept_sums_with_the_parameters(max_tokens, monkeypatch):
+    monkeypatch.setenv("REPLAYSSM_CHECK", "1")
+    made, call = decoder(max_tokens, sums=True), arguments()
+    run = lambda **changes: batch_invariant_decode_buffered_scan(  # noqa: E731
+        made.buffers, **{**call, "ssm_state": made.state, **changes}
+    )
+    if max_tokens > 1:  # a ring that goes around, and rows of two chunks
+        made.buffers.ring_start[:] = made.buffers.ring_start.new_tensor([19, 0, 3, 0])
+        for rows in (made.buffers.x, made.buffers.dt, made.buffers.B):
+            rows[[0, 2]] = torch.randn_like(rows[[0, 2]])
+        made.buffers.num_buffered[2] = 17
+    keep(made, call["A"], call["dt_bias"])
+    refuse("num_summed: expected 0 <= num_summed <= ", made=changed(made, "num_summed", 99), call=call)
+    refuse("num_summed: expected 0 <= num_summed <= ", made=changed(made, "num_summed", -1), call=call)
+    for name, value in (("A", call["A"] * 1.01), ("dt_bias", call["dt_bias"] + 0.05), ("dt_limit", (0.0, 0.2))):
+        refuse("buffers.sums: expected those of this A, dt_bias, dt_softplus and dt_limit", made=made, **{name: value})
+    made.buffers.sums[[1, 3]] = torch.nan  # nobody's
+    run()
+    assert made.buffers.num_summed.tolist() == [0, 0, 0, 0]  # a CPU keeps none
+    run(A=call["A"] * 2)
+
+
+def changed(made, name, value):
+    """The decoder with another number of one cursor in slot 2."""
+    buffers = replace(made.buffers, **{name: getattr(made.buffers, name).clone()})
+    getattr(buffers, name)[2] = value
+    other = copy(made)
+    other.buffers = buffers
+    return other

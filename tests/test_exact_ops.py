@@ -20,7 +20,7 @@ from replayssm.batch_invariant_decode import (
 
 def finite_decoder(max_tokens):
     case = random_case(20)
-    decoder = Decoder(case, max_tokens=max_tokens)
+    decoder = Decoder(case, max_tokens=max_tokens, sums=True)
     for tensor in (*decoder.buffers.per_slot().values(), decoder.state):
         if tensor.is_floating_point():
             tensor.zero_()  # opcheck compares with NaN unequal

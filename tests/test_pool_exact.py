@@ -155,6 +155,32 @@ def test_outputs_stay_when_slots_are_taken_forked_and_reset():
     assert torch.equal(y, kept)
 
 
+def test_kept_sums_go_with_their_slot():
+    """A GPU keeps them, a CPU carries them along: slots have the same fields everywhere."""
+    pool = make_pool()
+    source, other = pool.allocate(2).tolist()
+    prefill(pool, [source], TEXTS[0], 20)
+    pool.buffers[0].records.sums.copy_(torch.arange(5.0)[:, None, None, None])
+    pool.buffers[0].records.num_summed.copy_(torch.arange(5) + 30)
+    pool.commit([source], [3], 3)
+    pool.materialize([source], [other], [2])
+    [forked] = pool.fork([source]).tolist()
+    moved = snapshot(pool, [source])
+    pool.reset([source])
+    assert not pool.buffers[0].records.sums[source].any() and pool.buffers[0].records.num_summed[source] == 0
+    [new] = pool.allocate().tolist()
+    restore(pool, [new], moved)
+    for slot in (other, forked, new):
+        assert pool.buffers[0].records.num_summed[slot] == source + 30
+        assert bool((pool.buffers[0].records.sums[slot] == source).all())
+    assert pool.buffers[0].records.num_buffered[[other, forked]].tolist() == [20 % 16 + 1, 20 % 16 + 3]
+    pool.free([forked])
+    [tenant] = pool.allocate().tolist()
+    pool.buffers[0].records.num_summed.fill_(30)
+    prefill(pool, [tenant], TEXTS[1], 5)
+    assert pool.buffers[0].records.num_summed[tenant] == 0
+
+
 def test_bytes_are_those_allocated():
     pool = make_pool()
     seen = {tensor.data_ptr(): tensor.nbytes for _, tensor in every_tensor(pool)}
@@ -162,7 +188,9 @@ def test_bytes_are_those_allocated():
     cost = slot_bytes(LAYERS, window=8, max_tokens=MAX_TOKENS)
     assert cost.total == pool.bytes_per_slot()
     assert cost.state == 4 * (6 * 5 * 7 + 3 * 8 * 9)
-    assert {"records.x", "records.dt", "records.num_buffered", "ring_start"} <= set(pool.bytes_by_field())
+    fields = pool.bytes_by_field()
+    assert {"records.x", "records.dt", "records.num_buffered", "ring_start", "records.num_summed"} <= set(fields)
+    assert fields["records.sums"] == 8 * sum(each.records.dt.numel() for each in pool.buffers)
 
 
 def test_wrong_arguments():

@@ -68,6 +68,8 @@ def step(
                 if shadow is not None:
                     shadow[slot] = S
                 chunk_flags[lane] = 1
+        if num_summed is not None:
+            num_summed[slot] = 0
         if ring_start is None:
             num_buffered[slot] = (live + 1) % chunk_size
         elif live >= chunk_size:

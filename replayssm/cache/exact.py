@@ -97,6 +97,7 @@ class ExactMamba2Buffers:
             # With one token the records would commit it themselves, and nothing could be taken back.
             max_tokens=max(2, conv_len - layer.conv_width + 1),
             trimmed=True,
+            sums=True,  # on a CPU too, so that a slot has the same fields and bytes on every device
         )
         return cls(
             state=torch.zeros(num_slots, *layer.state_sizes.values(), dtype=torch.float32, device=device),
