@@ -136,7 +136,7 @@ def test_the_form_follows_from_sizes_alone():
 
 def take(form, monkeypatch):
     """Make steps take one launch or two, whatever the size of the batch."""
-    tile = BatchTile(8, 16, 4, None, 32, 2, 16, 16, 2, 1, 4, None, 3) if form == "two launches" else None
+    tile = BatchTile(16, 2, 16, None, 2, 16, 16, 2, 1, 4, None, 3) if form == "two launches" else None
     monkeypatch.setattr(launch, "batch_tile", lambda *_: tile)
 
 

@@ -69,11 +69,10 @@ class BatchTile(NamedTuple):
     """How the two kernels of a step for many lanes cut the work.
 
     Attributes:
-        prepare_heads: heads of a program that forms weights.
+        prepare_rows: rows of a chunk of which a program of the first kernel forms products.
+        prepare_heads: heads whose new rows it stores.
         prepare_columns: columns (state dim) of one product of B and C.
-        prepare_warps: warps there.
         prepare_registers: most registers of a thread there, or None.
-        stored: elements of a new row that a program stores.
         heads: heads of a group that a program of the second kernel streams.
         fold_rows: rows (head dim) of a program where a chunk is folded or crossed.
         fold_tokens: ring rows of one product there.
@@ -84,11 +83,10 @@ class BatchTile(NamedTuple):
         stages: loads in flight where there are loops over blocks.
     """
 
+    prepare_rows: int
     prepare_heads: int
     prepare_columns: int
-    prepare_warps: int
     prepare_registers: int | None
-    stored: int
     heads: int
     fold_rows: int
     fold_tokens: int
@@ -126,8 +124,8 @@ def batch_tile(
         return None
     heads = 2 if 2 * held[1] <= _MOST_SHARED else 1  # two programs on a multiprocessor, if possible
     return BatchTile(
-        8, min(64 if chunk_size <= 128 else 32, columns), 4, 128 if chunk_size <= 128 else None, 1024, heads,
-        min(32, padded(headdim)), min(64, rows), 128, 256, 4 * heads, 128, 3,
+        min(64, rows), 8 if rows <= 128 else 4, min(128, columns), 64, heads, min(32, padded(headdim)), min(64, rows),
+        128, 256, 4 * heads, 128, 3,
     )  # fmt: skip
 
 
@@ -136,5 +134,4 @@ def _fp32_batch_tile(headdim: int, dstate: int, chunk_size: int, tokens: int) ->
     if padded(headdim) > 128 or tokens > 32:
         return None
     columns, rows = min(TERMS, padded(dstate)), min(TERMS, padded(chunk_size))
-    warps = 8 if chunk_size > 128 else 4
-    return BatchTile(8, columns, warps, None, 1024, 1, 16, rows, 128, 256, 4, None, 3)
+    return BatchTile(min(64, chunk_rows(chunk_size)), 8, columns, None, 1, 16, rows, 128, 256, 4, None, 3)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from replayssm.batch_invariant_decode.kernels.lanes import ring_row
-from replayssm.ssd.kernels.arithmetic import multiply, times
+from replayssm.ssd.kernels.arithmetic import multiply, times, weights
 from replayssm.ssd.kernels.constants import TERMS
 
 
@@ -30,13 +30,37 @@ def state_times(state, C, NP: tl.constexpr, OPERAND: tl.constexpr):
 
 
 @triton.jit
+def loaded_rows(products, sums, at, row, live, t, c_in, ROWS: tl.constexpr):
+    """What ``rows_weigh`` needs [rows, columns]: processed dt and its sums, as one number, and ``B_j C_t``."""
+    seen = (row[:, None] <= live + t[None, :]) & c_in[None, :]
+    pair = tl.load(sums.to(tl.pointer_type(tl.int64))[None, :] + at[:, None], mask=seen, other=0)
+    return pair, tl.load(products + ((t * ROWS)[None, :] + row[:, None]), mask=seen, other=0.0)
+
+
+@triton.jit
+def rows_weigh(pair, product, newest, row, live, t, c_in, OPERAND: tl.constexpr):
+    """The weights of a chunk's rows for tokens of some heads, rounded as the product reads them."""
+    seen = (row[:, None] <= live + t[None, :]) & c_in[None, :]
+    dt = pair.to(tl.int32).to(tl.float32, bitcast=True)
+    total = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.where(seen, weights(product, newest[None, :], total, dt), 0.0).to(OPERAND)
+
+
+@triton.jit
+def token_weights(products, sums, newest, at, row, live, t, c_in, ROWS: tl.constexpr, OPERAND: tl.constexpr):
+    """Both at once."""
+    pair, product = loaded_rows(products, sums, at, row, live, t, c_in, ROWS)
+    return rows_weigh(pair, product, newest, row, live, t, c_in, OPERAND)
+
+
+@triton.jit
 def score_in_blocks(
-    state, C, decay, x_rows, weights, start, ring_len, s_x_row, s_C, r, r_in, live, seq_len, t, column, c_in,
+    state, C, decay, x_rows, products, sums, newest, start, ring_len, s_x_row, s_C, r, r_in, live, seq_len, t, c_in,
     N: tl.constexpr, NP: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr, LAZY: tl.constexpr,
 ):  # fmt: skip
     """``y`` [rows of the state, columns] before skip and gate, read block by block."""
     BN: tl.constexpr = min(TERMS, NP)
-    y = tl.zeros((r.shape[0], column.shape[0]), tl.float32)
+    y = tl.zeros((r.shape[0], t.shape[0]), tl.float32)
     for n0 in tl.range(0, N, BN, num_stages=STAGES):
         n = n0 + tl.arange(0, BN)
         values = tl.load(state + r[:, None] * N + n[None, :], mask=r_in[:, None] & (n < N)[None, :], other=0.0)
@@ -50,6 +74,6 @@ def score_in_blocks(
             at = ring_row(start, j, ring_len)
         seen = (j < live + seq_len)[None, :] & r_in[:, None]
         x_tile = tl.load(x_rows + (at[None, :] * s_x_row + r[:, None]), mask=seen, other=0.0)
-        w = tl.load(weights + ((column * ROWS)[None, :] + j[:, None]), mask=c_in[None, :], other=0.0)
+        w = token_weights(products, sums, newest, at, j, live, t, c_in, ROWS, tl.float32)
         y = multiply(x_tile, w, y, True)
     return y

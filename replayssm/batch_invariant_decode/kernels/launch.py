@@ -135,6 +135,14 @@ class _Call(NamedTuple):
         """Strides of D by head and by element."""
         return stride(self.D), 0 if self.D is None or self.D.dim() == 1 else self.D.stride(1)
 
+    def kept(self) -> tuple[Tensor, Tensor]:
+        """``(sums, num_summed)``; of this call alone, all rows unknown, where the buffers keep none."""
+        if self.sums is not None and self.num_summed is not None:
+            return self.sums, self.num_summed
+        (slots, rows, heads), device = self.rows.dt.shape, self.out.device
+        sums = torch.empty(slots, heads, rows, 2, dtype=torch.float32, device=device)
+        return sums, torch.zeros(slots, dtype=torch.int32, device=device)
+
     def constants(self) -> dict[str, Any]:
         """What both forms compile in."""
         T, (P, N) = self.out.shape[1], self.ssm_state.shape[2:]
@@ -183,44 +191,42 @@ def _launch_one(call: _Call, tile: StepTile, arrivals: Tensor | None) -> None:
 
 
 def _launch_two(call: _Call, tile: BatchTile) -> None:
-    """Weights first, then the states, the second launch beginning while the last programs of the first still run."""
-    (lanes, T, H, P), (G, N) = call.out.shape, call.rows.B.shape[2:]
-    rows, new, overlap = call.rows, call.new, overlaps(call.out.device)
-    cursors = torch.empty(lanes, 2, dtype=torch.int32, device=call.out.device)
-    work = (cursors, *scratch(lanes, H, T, chunk_rows(call.chunk_size), new.x))
-    shared = {**call.constants(), "OVERLAP": overlap}
-    headdim, dstate = shared.pop("P"), shared.pop("NP")
-    parts, tokens = triton.cdiv(max(H * P, G * N), tile.stored), triton.next_power_of_2(T)
-    prepare_kernel[(lanes * (G * triton.cdiv(H // G, tile.prepare_heads) + parts),)](
+    """Products and sums first, then the states, the second launch beginning while the first still runs."""
+    (lanes, T, H, P), G = call.out.shape, call.rows.B.shape[2]
+    rows, new, overlap, ring = call.rows, call.new, overlaps(call.out.device), call.ring_start is not None
+    sums, num_summed = call.kept()
+    shared = {**call.constants(), "OVERLAP": overlap, "LAZY": ring, "TP": triton.next_power_of_2(T)}
+    wide, operand, heads = shared.pop("TOKENS"), shared.pop("OPERAND"), tile.prepare_heads
+    work = (sums, num_summed, *scratch(lanes, G, T, shared["ROWS"], new.x))
+    parts = max(triton.cdiv(H // G, heads), triton.cdiv(call.chunk_size, tile.prepare_rows))
+    prepare_kernel[(lanes, G, parts)](
         *rows, *new, call.A, call.dt_bias, call.num_buffered, call.ring_start, call.slots, *work,
         *(stride(tensor) for tensor in rows), rows.x.stride(1), rows.dt.stride(1), rows.B.stride(1),
-        *(stride(tensor) for tensor in new), *(stride(tensor, 1) for tensor in new),
-        T, call.ring_len, H, G, H // G, call.chunk_size, call.dt_min, call.dt_max, lanes, parts,
-        BN=tile.prepare_columns, HEADS=tile.prepare_heads, TOGETHER=1 if T == 1 else 4, WIDTH=tile.stored,
-        SOFTPLUS=call.dt_softplus, num_warps=tile.prepare_warps, num_stages=tile.stages,
+        *(stride(tensor) for tensor in new), *(stride(tensor, 1) for tensor in new), sums.stride(0), sums.stride(1),
+        T, call.ring_len, G, H // G, call.chunk_size, call.dt_min, call.dt_max,
+        BN=tile.prepare_columns, BR=tile.prepare_rows, HEADS=heads, WIDTH=triton.next_power_of_2(heads * P),
+        TOKENS=max(8 if new.x.element_size() == 2 else 16, shared["TP"]), SOFTPLUS=call.dt_softplus, num_warps=4,
         maxnreg=tile.prepare_registers, **shared,
     )  # fmt: skip
+    width, columns = triton.next_power_of_2(tile.heads * P), triton.next_power_of_2(tile.heads) * shared["TP"]
     stream_kernel[(tile.workers + lanes * G * triton.cdiv(H // G, tile.heads),)](
         call.ssm_state, call.shadow, rows.x, rows.B, new.x, new.z, new.B, new.C, call.D, call.out,
         call.num_buffered, call.ring_start, call.slots, call.target_rows, call.chunk_flags, *work,
         call.ssm_state.stride(0), stride(call.shadow), stride(rows.x), stride(rows.B), rows.x.stride(1),
         rows.B.stride(1), stride(new.x), stride(new.z), stride(new.B), stride(new.C),
-        stride(new.x, 1), stride(new.z, 1), stride(new.B, 1), stride(new.C, 1),
+        stride(new.x, 1), stride(new.z, 1), stride(new.B, 1), stride(new.C, 1), sums.stride(0), sums.stride(1),
         call.out.stride(0), call.out.stride(1), *call.skip_strides(), T, call.ring_len, H, G, H // G, call.chunk_size,
-        lanes, tile.workers, P=headdim, NP=dstate, HEADS=tile.heads, WIDTH=triton.next_power_of_2(tile.heads * P),
-        TP=tokens, COLUMNS=max(8, triton.next_power_of_2(tile.heads) * tokens), FP=tile.fold_rows,
-        BT=min(tile.fold_tokens, shared["ROWS"]), MOVED=tile.moved, ONE=T == 1, STAGES=tile.stages,
-        LAZY=call.ring_start is not None, num_warps=tile.warps, maxnreg=tile.registers, launch_pdl=overlap, **shared,
+        lanes, tile.workers, HEADS=tile.heads, WIDTH=width, COLUMNS=max(8, columns), TOKENS=wide, FP=tile.fold_rows,
+        BT=min(tile.fold_tokens, shared["ROWS"]), MOVED=tile.moved, ONE=T == 1, STAGES=tile.stages, OPERAND=operand,
+        num_warps=tile.warps, maxnreg=tile.registers, launch_pdl=overlap, **shared,
     )  # fmt: skip
 
 
-def scratch(lanes: int, nheads: int, tokens: int, rows: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Memory for lanes that fold or cross; uninitialised, and the others do not touch it.
+def scratch(lanes: int, ngroups: int, tokens: int, rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """What one launch of a step leaves to the other, uninitialised.
 
     Returns:
-        The rows' weights, x's dtype ``[lanes, H, T, rows]``; exp(G_t), fp32 ``[lanes, H, T]``; the scales of a fold,
-        fp32 ``[lanes, 2, H, rows]``; and exp(G_Q), fp32 ``[lanes, 2, H]``.
+        The cursors as they were, int32 ``[lanes, 2]``; and ``B_j C_t``, fp32 ``[lanes, G, T, rows]``.
     """
-    fp32 = lambda *shape: torch.empty(shape, dtype=torch.float32, device=like.device)  # noqa: E731
-    weights = torch.empty(lanes, nheads, tokens, rows, dtype=like.dtype, device=like.device)
-    return weights, fp32(lanes, nheads, tokens), fp32(lanes, 2, nheads, rows), fp32(lanes, 2, nheads)
+    cursors = torch.empty(lanes, 2, dtype=torch.int32, device=like.device)
+    return cursors, torch.empty(lanes, ngroups, tokens, rows, dtype=torch.float32, device=like.device)

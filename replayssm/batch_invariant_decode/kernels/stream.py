@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from replayssm.batch_invariant_decode.kernels.blocks import score_in_blocks
+from replayssm.batch_invariant_decode.kernels.blocks import loaded_rows, rows_weigh, score_in_blocks, token_weights
 from replayssm.batch_invariant_decode.kernels.fold import cross_chunks
 from replayssm.batch_invariant_decode.kernels.lanes import move_cursors, ring_row
 from replayssm.ssd.kernels.arithmetic import finished, holds_no_number, multiply, times
@@ -22,8 +22,8 @@ def _stays(live, seq_len, chunk_size, LAZY: tl.constexpr):
 
 
 @triton.jit
-def _move_all(num_buffered, ring_start, slots, cursors, target_rows, chunk_flags, lanes, first, seq_len, ring_len,
-              chunk_size, LAZY: tl.constexpr, MOVED: tl.constexpr):  # fmt: skip
+def _move_all(num_summed, num_buffered, ring_start, slots, cursors, target_rows, chunk_flags, lanes, first, seq_len,
+              ring_len, chunk_size, LAZY: tl.constexpr, MOVED: tl.constexpr):  # fmt: skip
     """Move the cursors of lanes ``first..first + MOVED`` and leave what a call reports."""
     lane = first + tl.arange(0, MOVED)
     here = lane < lanes
@@ -37,11 +37,15 @@ def _move_all(num_buffered, ring_start, slots, cursors, target_rows, chunk_flags
     tl.store(target_rows + lane, row, mask=here)
     tl.store(chunk_flags + lane, tl.where(active, (folds if LAZY else full).to(tl.int32), 0), mask=here)
     move_cursors(num_buffered, ring_start, slot, active, start, live, ring_len, chunk_size, folds, full, LAZY)
+    if LAZY:
+        tl.store(num_summed + slot, live + seq_len - tl.where(folds, chunk_size, 0), mask=active)
+    else:
+        tl.store(num_summed + slot, tl.where(full, 0, live + 1), mask=active)
 
 
 @triton.jit
 def _careful(
-    state, C, decay, x_rows, weights, start, ring_len, s_x_row, s_C, r, r_in, live, seq_len, t, column, c_in,
+    state, C, decay, x_rows, products, sums, newest, start, ring_len, s_x_row, s_C, r, r_in, live, seq_len, t, c_in,
     N: tl.constexpr, NP: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr, LAZY: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """A product for each token: zero times a later token that is no number would reach an earlier one.
@@ -67,7 +71,7 @@ def _careful(
                 at = ring_row(start, j, ring_len)
             seen = (j <= live + i)[None, :] & r_in[:, None]
             x_tile = tl.load(x_rows + (at[None, :] * s_x_row + r[:, None]), mask=seen, other=0.0)
-            w = tl.load(weights + ((column * ROWS)[None, :] + j[:, None]), mask=c_in[None, :], other=0.0)
+            w = token_weights(products, sums, newest, at, j, live, t, c_in, ROWS, OPERAND)
             own = multiply(x_tile, w, own, True)
         y = tl.where((t == i)[None, :], own, y)
     return y
@@ -76,9 +80,9 @@ def _careful(
 @triton.jit(do_not_specialize=[*PER_CALL, "lanes", "workers"])
 def stream_kernel(
     ssm_state, shadow, x_rows, B_rows, x, z, B, C, D, out, num_buffered, ring_start, slots, target_rows, chunk_flags,
-    cursors, row_weights, row_decays, fold_scales, fold_decays,
+    sums, num_summed, cursors, products,
     s_state, s_shadow, s_x_slot, s_B_slot, s_x_row, s_B_row, s_x_lane, s_z_lane, s_B_lane, s_C_lane,
-    s_x, s_z, s_B, s_C, s_out_lane, s_out, s_D_head, s_D_element,
+    s_x, s_z, s_B, s_C, s_sums_slot, s_sums_head, s_out_lane, s_out, s_D_head, s_D_element,
     seq_len, ring_len, nheads, ngroups, heads_per_group, chunk_size, lanes, workers,
     P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     WIDTH: tl.constexpr, TP: tl.constexpr, COLUMNS: tl.constexpr, FP: tl.constexpr, BT: tl.constexpr,
@@ -99,8 +103,8 @@ def stream_kernel(
         PARTS: tl.constexpr = (P + FP - 1) // FP
         for first in range(pid * MOVED, lanes, workers * MOVED):
             _move_all(
-                num_buffered, ring_start, slots, cursors, target_rows, chunk_flags, lanes, first, seq_len, ring_len,
-                chunk_size, LAZY, MOVED,
+                num_summed, num_buffered, ring_start, slots, cursors, target_rows, chunk_flags, lanes, first, seq_len,
+                ring_len, chunk_size, LAZY, MOVED,
             )  # fmt: skip
         before = 0
         for l0 in range(0, lanes, MOVED):
@@ -118,7 +122,6 @@ def stream_kernel(
                 slot = tl.load(slots + lane).to(tl.int64)
                 start = tl.load(cursors + 2 * lane)
                 live = tl.load(cursors + 2 * lane + 1)
-                index = lane * nheads + head
                 rounded = shadow
                 if shadow is not None:
                     rounded = shadow + slot * s_shadow + head * (P * N)
@@ -134,11 +137,10 @@ def stream_kernel(
                     tl.load(C_at, mask=(wide < seq_len)[None, :] & (n < N)[:, None], other=0.0),
                     x_rows + slot * s_x_slot + head * P, x + lane * s_x_lane + head * P,
                     B_rows + slot * s_B_slot + group * N, B + lane * s_B_lane + group * N, gate_at, skip_at,
-                    out + lane * s_out_lane + head * P, row_weights + index * seq_len * ROWS,
-                    row_decays + index * seq_len, fold_scales + (index + lane * nheads) * ROWS,
-                    fold_decays + index + lane * nheads, live >= chunk_size, start, live, live,
-                    s_x_row, s_x, s_B_row, s_B, s_z, s_out, s_D_element, seq_len, ring_len, nheads, chunk_size,
-                    part * FP, True, P, N, NP, ROWS, FP, FP, BT, LAZY, False, OPERAND,
+                    out + lane * s_out_lane + head * P, products + (lane * ngroups + group) * seq_len * ROWS,
+                    sums + slot * s_sums_slot + head * s_sums_head, live >= chunk_size, start, live, live,
+                    s_x_row, s_x, s_B_row, s_B, s_z, s_out, s_D_element, seq_len, ring_len, chunk_size,
+                    part * FP, P, N, NP, ROWS, FP, BT, LAZY, OPERAND,
                 )  # fmt: skip
             before += work
         return
@@ -176,10 +178,11 @@ def stream_kernel(
     C += lane * s_C_lane + group * N
     if z is not None:
         z += lane * s_z_lane + first_head * P
-    row_weights += (lane * nheads + first_head) * seq_len * ROWS
-    column = head_of * seq_len + t
+    products += (lane * ngroups + group) * seq_len * ROWS
     c_in = (t < seq_len) & (head_of < count)
-    decay = tl.load(row_decays + (lane * nheads + first_head) * seq_len + column, mask=c_in, other=0.0)
+    sums_of = sums + slot * s_sums_slot + (first_head + head_of) * s_sums_head  # by column
+    newest = tl.load(sums_of + ring_row(start, live + t, ring_len) * 2 + 1, mask=c_in, other=0.0)
+    decay = tl.exp(newest)
     skip = 0.0
     x_new = 0.0
     gate = 0.0
@@ -197,14 +200,15 @@ def stream_kernel(
             gate = tl.load(z + (tp * s_z)[:, None] + r[None, :], mask=mine, other=0.0)
     if tl.float32 == OPERAND:
         y = score_in_blocks(
-            state, C, decay, x_rows, row_weights, start, ring_len, s_x_row, s_C, r, r_in, live, seq_len, t, column,
-            c_in, N, NP, ROWS, BT, STAGES, LAZY,
+            state, C, decay, x_rows, products, sums_of, newest, start, ring_len, s_x_row, s_C, r, r_in, live, seq_len,
+            t, c_in, N, NP, ROWS, BT, STAGES, LAZY,
         )  # fmt: skip
     else:
         at = row
         if LAZY:
             at = ring_row(start, row, ring_len)
         y = tl.zeros((WIDTH, COLUMNS), tl.float32)
+        pair, product = loaded_rows(products, sums_of, at, row, live, t, c_in, ROWS)
         # A loop of one turn, which the compiler does not know: it copies what a loop loads straight to shared memory.
         for turn in tl.range(0, tl.minimum(seq_len, 1), num_stages=2):
             ahead = turn * 16
@@ -214,15 +218,15 @@ def stream_kernel(
             C_tile = tl.load(C_at, mask=c_in[None, :] & (n < N)[:, None], other=0.0)
             x_at = x_rows + ahead + (at[None, :] * s_x_row + r[:, None])
             x_tile = tl.load(x_at, mask=(row < live + seq_len)[None, :] & r_in[:, None], other=0.0)
-            w_at = row_weights + ahead + ((column * ROWS)[None, :] + row[:, None])
-            w = tl.load(w_at, mask=c_in[None, :], other=0.0)
+            # Behind the copies, which must not wait for what the weights are made of.
+            w = rows_weigh(pair, product, newest + turn * 1.0, row, live, t, c_in, OPERAND)
             y = tl.dot(values.to(OPERAND), C_tile, input_precision="ieee") * decay[None, :]
             y = tl.dot(x_tile, w, y, input_precision="ieee")
     if not ONE:  # noqa: SIM102  a condition of the compiler, and one of the program
         if holds_no_number(x_new) != 0:
             y = _careful(
-                state, C, decay, x_rows, row_weights, start, ring_len, s_x_row, s_C, r, r_in, live, seq_len, t, column,
-                c_in, N, NP, ROWS, BT if tl.float32 == OPERAND else 16, LAZY, OPERAND,
+                state, C, decay, x_rows, products, sums_of, newest, start, ring_len, s_x_row, s_C, r, r_in, live,
+                seq_len, t, c_in, N, NP, ROWS, BT if tl.float32 == OPERAND else 16, LAZY, OPERAND,
             )  # fmt: skip
     # Of a row's columns those of its own head, their bits, without an addition; turned, to store rows side by side.
     bits = tl.where(head_of[None, :] == (r // P)[:, None], y.to(tl.int32, bitcast=True), 0)
