@@ -24,12 +24,6 @@ def in_blocks(a, b, total):
 
 
 @triton.jit
-def state_times(state, C, NP: tl.constexpr, OPERAND: tl.constexpr):
-    """``state`` [rows, NP] times ``C`` [NP, tokens], both in registers."""
-    return in_blocks(state.to(OPERAND), C, tl.zeros((state.shape[0], C.shape[1]), tl.float32))
-
-
-@triton.jit
 def loaded_rows(products, sums, at, row, live, t, c_in, ROWS: tl.constexpr):
     """What ``rows_weigh`` needs [rows, columns]: processed dt and its sums, as one number, and ``B_j C_t``."""
     seen = (row[:, None] <= live + t[None, :]) & c_in[None, :]

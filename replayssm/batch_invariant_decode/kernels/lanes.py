@@ -21,13 +21,6 @@ def place(start, row, ring_len, LAZY: tl.constexpr):
 
 
 @triton.jit
-def row_pointers(rows, s_row, new, s_new, start, position, stored, ring_len):
-    """Pointers to rows by their place behind the oldest: the first ``stored`` lie in the ring, the others are new."""
-    old = rows + ring_row(start, position, ring_len) * s_row
-    return tl.where(position < stored, old, new + (position - stored) * s_new)
-
-
-@triton.jit
 def move_cursors(num_buffered, ring_start, slot, active, start, live, ring_len, chunk_size, folds, full,
                  LAZY: tl.constexpr):  # fmt: skip
     """The cursors of lanes behind a step; with ``LAZY`` their tokens are not committed yet."""

@@ -79,10 +79,10 @@ def _careful(
 
 @triton.jit(do_not_specialize=[*PER_CALL, "lanes", "workers"])
 def stream_kernel(
-    ssm_state, shadow, x_rows, B_rows, x, z, B, C, D, out, num_buffered, ring_start, slots, target_rows, chunk_flags,
+    ssm_state, shadow, x_rows, B_rows, x, z, C, D, out, num_buffered, ring_start, slots, target_rows, chunk_flags,
     sums, num_summed, cursors, products,
-    s_state, s_shadow, s_x_slot, s_B_slot, s_x_row, s_B_row, s_x_lane, s_z_lane, s_B_lane, s_C_lane,
-    s_x, s_z, s_B, s_C, s_sums_slot, s_sums_head, s_out_lane, s_out, s_D_head, s_D_element,
+    s_state, s_shadow, s_x_slot, s_B_slot, s_x_row, s_B_row, s_x_lane, s_z_lane, s_C_lane,
+    s_x, s_z, s_C, s_sums_slot, s_sums_head, s_out_lane, s_out, s_D_head, s_D_element,
     seq_len, ring_len, nheads, ngroups, heads_per_group, chunk_size, lanes, workers,
     P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     WIDTH: tl.constexpr, TP: tl.constexpr, COLUMNS: tl.constexpr, FP: tl.constexpr, BT: tl.constexpr,
@@ -112,10 +112,10 @@ def stream_kernel(
             active = tl.load(slots + looked, mask=looked < lanes, other=-1) >= 0
             rows = tl.load(cursors + 2 * looked + 1, mask=active, other=0)
             slow = tl.where(active & (_stays(rows, seq_len, chunk_size, LAZY) == 0), 1, 0)
-            place = tl.cumsum(slow, 0) * slow
+            rank = tl.cumsum(slow, 0) * slow
             work = tl.sum(slow, 0) * nheads * PARTS
             for item in range((pid + workers - before % workers) % workers, work, workers):
-                lane = tl.sum(tl.where(place == item // (nheads * PARTS) + 1, looked, 0), 0).to(tl.int64)
+                lane = tl.sum(tl.where(rank == item // (nheads * PARTS) + 1, looked, 0), 0).to(tl.int64)
                 part = item % PARTS
                 head = item // PARTS % nheads
                 group = head // heads_per_group
@@ -135,12 +135,11 @@ def stream_kernel(
                 cross_chunks(
                     ssm_state + slot * s_state + head * (P * N), rounded,
                     tl.load(C_at, mask=(wide < seq_len)[None, :] & (n < N)[:, None], other=0.0),
-                    x_rows + slot * s_x_slot + head * P, x + lane * s_x_lane + head * P,
-                    B_rows + slot * s_B_slot + group * N, B + lane * s_B_lane + group * N, gate_at, skip_at,
+                    x_rows + slot * s_x_slot + head * P, B_rows + slot * s_B_slot + group * N,
+                    sums + slot * s_sums_slot + head * s_sums_head, x + lane * s_x_lane + head * P, gate_at, skip_at,
                     out + lane * s_out_lane + head * P, products + (lane * ngroups + group) * seq_len * ROWS,
-                    sums + slot * s_sums_slot + head * s_sums_head, live >= chunk_size, start, live, live,
-                    s_x_row, s_x, s_B_row, s_B, s_z, s_out, s_D_element, seq_len, ring_len, chunk_size,
-                    part * FP, P, N, NP, ROWS, FP, BT, LAZY, OPERAND,
+                    live >= chunk_size, start, live, s_x_row, s_B_row, s_x, s_z, s_out, s_D_element, seq_len, ring_len,
+                    chunk_size, part * FP, P, N, NP, ROWS, FP, BT, LAZY, OPERAND,
                 )  # fmt: skip
             before += work
         return

@@ -188,7 +188,7 @@ def store_scores(y, x_new, skip, gate, out, r, r_in, t, s_out, first, stop,
 
 @triton.jit
 def with_chunk(
-    state, x_rows, B_rows, sums, s_x_row: tl.constexpr, s_B_row: tl.constexpr, r, r_in, start, first, rows, ring_len,
+    state, x_rows, B_rows, sums, s_x_row, s_B_row, r, r_in, start, first, rows, ring_len,
     N: tl.constexpr, BT: tl.constexpr, LAZY: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """The state [rows, NP] of a head after the ``rows`` rows of the chunk at ``first``, all of whose sums are kept."""
