@@ -119,3 +119,18 @@ def kept_and_derived(case, max_tokens, rounds, seed):
         if max_tokens > 1:
             for decoder in decoders:
                 decoder.commit(lanes, [0, *[kept] * len(ready)])
+
+
+def check_kept(case, max_tokens, rounds, seed):
+    """Play such a schedule and compare outputs, states, and what is kept, of live rows and of those written ahead."""
+    for (kept, derived, forgetful), outs, slots in kept_and_derived(case, max_tokens, rounds, seed):
+        assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+        known, live = kept.buffers.num_summed.tolist(), kept.buffers.num_buffered.tolist()
+        for slot in slots:
+            assert known[slot] == live[slot] + (0 if max_tokens == 1 else outs[0].shape[1])
+            assert torch.equal(derived.state[slot], kept.state[slot])
+            start = 0 if max_tokens == 1 else int(kept.buffers.ring_start[slot])
+            rows = torch.arange(start, start + known[slot]) % kept.buffers.x.shape[1]
+            assert torch.equal(kept.buffers.sums[slot][:, rows], forgetful.buffers.sums[slot][:, rows])
+            assert kept.buffers.sums[slot][:, rows].isfinite().all()
+        assert kept.buffers.sums[[0, 3]].isnan().all()  # nobody's
