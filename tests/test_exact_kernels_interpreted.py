@@ -53,7 +53,7 @@ def test_the_scan_equals_the_token_loop(dtype, D, with_z, with_bias, ngroups, li
 
 def in_two_blocks(monkeypatch):
     """Make outputs of a chunk of 32 rows in two blocks, for two heads of a group and then one."""
-    monkeypatch.setattr(scan_launch, "scan_tile", lambda *_: ScanTile(16, 16, 16, 2, 4, 1))
+    monkeypatch.setattr(scan_launch, "scan_tile", lambda *_: ScanTile(16, 16, 16, 2, 4, None, 1))
 
 
 @pytest.mark.parametrize("chunk_size", [32, 21])
@@ -128,19 +128,25 @@ def test_the_form_follows_from_sizes_alone():
     sizes = (64, 128, 128, 2, 1)
     assert batch_tile(*sizes, 32, 16) is None and batch_tile(*sizes, 4, 128) is None
     assert batch_tile(*sizes, 33, 16) and batch_tile(*sizes, 5, 128)
-    assert batch_tile(64, 128, 128, 4, 1, 1, 1) and batch_tile(160, 128, 128, 4, 1, 99, 99) is None
+    assert [batch_tile(64, 128, 128, 4, 1, lanes, 48).apart for lanes in (1, 10, 11)] == [False, False, True]
+    assert batch_tile(160, 128, 128, 4, 1, 99, 99) is None
     assert batch_tile(256, 256, 256, 2, 1, 99, 99) is None
     assert [batch_tile(64, N, Q, 2, 1, 99, 99).heads for N, Q in ((128, 128), (256, 128), (128, 256))] == [2, 1, 1]
     assert [step_tile(64, 128, 128, 2, heads).rows for heads in (16, 48, 80)] == [16, 32, 64]
 
 
 def take(form, monkeypatch):
-    """Make steps take one launch or two, whatever the size of the batch."""
-    tile = BatchTile(16, 2, 16, None, 2, 16, 16, 2, 1, 4, None, 3) if form == "two launches" else None
+    """Make steps take so many launches, whatever the size of the batch."""
+    tile = None
+    if form != "one launch":
+        tile = BatchTile(16, 2, 16, None, 2, 16, 16, 2, 1, 4, None, 3, form == "three launches")
     monkeypatch.setattr(launch, "batch_tile", lambda *_: tile)
 
 
-@pytest.mark.parametrize(("form", "trimmed"), [("one launch", False), ("two launches", False), ("two launches", True)])
+@pytest.mark.parametrize(
+    ("form", "trimmed"),
+    [("one launch", False), ("two launches", False), ("two launches", True), ("three launches", True)],
+)
 def test_decoding_token_by_token(form, trimmed, monkeypatch):
     take(form, monkeypatch)
     case = random_case(34, **SMALL)
@@ -161,7 +167,13 @@ def test_decoding_token_by_token(form, trimmed, monkeypatch):
 
 @pytest.mark.parametrize(
     ("form", "chunk_size", "max_tokens"),
-    [("one launch", 16, 16), ("one launch", 21, 5), ("two launches", 16, 16), ("two launches", 21, 5)],
+    [
+        ("one launch", 16, 16),
+        ("one launch", 21, 5),
+        ("two launches", 16, 16),
+        ("two launches", 21, 5),
+        ("three launches", 21, 5),
+    ],
 )
 def test_a_schedule_of_verifications(form, chunk_size, max_tokens, monkeypatch):
     take(form, monkeypatch)

@@ -81,6 +81,7 @@ class BatchTile(NamedTuple):
         warps: warps of a program of the second kernel.
         registers: most registers of a thread there, or None.
         stages: loads in flight where there are loops over blocks.
+        apart: whether the workers have a launch of their own, the third, as they would take registers from the others.
     """
 
     prepare_rows: int
@@ -95,6 +96,7 @@ class BatchTile(NamedTuple):
     warps: int
     registers: int | None
     stages: int
+    apart: bool
 
 
 def batch_tile(
@@ -112,7 +114,7 @@ def batch_tile(
         nheads: H.
     """
     if input_bytes == 4:
-        return _fp32_batch_tile(headdim, dstate, chunk_size, tokens)
+        return _fp32_batch_tile(headdim, dstate, chunk_size, tokens, lanes * nheads)
     if lanes * nheads <= 512:
         return None
     rows, columns = chunk_rows(chunk_size), padded(dstate)
@@ -125,13 +127,14 @@ def batch_tile(
     heads = 2 if 2 * held[1] <= _MOST_SHARED else 1  # two programs on a multiprocessor, if possible
     return BatchTile(
         min(64, rows), 8 if rows <= 128 else 4, min(128, columns), 64, heads, min(32, padded(headdim)), min(64, rows),
-        128, 256, 4 * heads, 128, 3,
+        128, 256, 4 * heads, 128, 3, False,
     )  # fmt: skip
 
 
-def _fp32_batch_tile(headdim: int, dstate: int, chunk_size: int, tokens: int) -> BatchTile | None:
+def _fp32_batch_tile(headdim: int, dstate: int, chunk_size: int, tokens: int, heads: int) -> BatchTile | None:
     """Two launches are faster whatever the number of lanes: in one, every head would multiply B and C anew."""
     if padded(headdim) > 128 or tokens > 32:
         return None
     columns, rows = min(TERMS, padded(dstate)), min(TERMS, padded(chunk_size))
-    return BatchTile(min(64, chunk_rows(chunk_size)), 8, columns, None, 1, 16, rows, 128, 256, 4, None, 3)
+    prepare_rows, warps = min(64, chunk_rows(chunk_size)), 2 if headdim <= 32 else 4
+    return BatchTile(prepare_rows, 8, columns, None, 1, 16, rows, 128, 256, warps, None, 3, heads > 512)

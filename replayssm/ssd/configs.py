@@ -68,6 +68,7 @@ class ScanTile(NamedTuple):
         heads: heads of a program, all of one group, which share ``C_t B_j`` in registers; 0 for the form with one head,
             which reads them from memory.
         warps: warps of a program.
+        registers: most registers of a thread, or None.
         stages: loads in flight.
     """
 
@@ -76,6 +77,7 @@ class ScanTile(NamedTuple):
     states: int
     heads: int
     warps: int
+    registers: int | None
     stages: int
 
 
@@ -95,11 +97,11 @@ def scan_tile(
     """
     if input_bytes == 4:
         tokens = min(TERMS, padded(chunk_size))
-        return ScanTile(tokens, tokens, min(TERMS, padded(dstate)), 0, 2, 2)
+        return ScanTile(tokens, tokens, min(TERMS, padded(dstate)), 0, 4, 128, 2)
     rows = padded(chunk_size)
     if dstate > 128 or shared < _HOPPER:
-        return ScanTile(min(64, rows), min(64, rows), min(128, padded(dstate)), 0, 4, 2)
+        return ScanTile(min(64, rows), min(64, rows), min(128, padded(dstate)), 0, 4, None, 2)
     heads = min(16, heads_per_group)
     while heads > 1 and chunk_groups * -(-heads_per_group // heads) * -(-headdim // 64) < _PROGRAMS:
         heads = (heads + 1) // 2
-    return ScanTile(min(128, rows), min(128, rows), padded(dstate), heads, 4 if rows <= 64 else 8, 3)
+    return ScanTile(min(128, rows), min(128, rows), padded(dstate), heads, 4 if rows <= 64 else 8, None, 3)

@@ -209,17 +209,21 @@ def _launch_two(call: _Call, tile: BatchTile) -> None:
         maxnreg=tile.prepare_registers, **shared,
     )  # fmt: skip
     width, columns = triton.next_power_of_2(tile.heads * P), triton.next_power_of_2(tile.heads) * shared["TP"]
-    stream_kernel[(tile.workers + lanes * G * triton.cdiv(H // G, tile.heads),)](
-        call.ssm_state, call.shadow, rows.x, rows.B, new.x, new.z, new.C, call.D, call.out,
-        call.num_buffered, call.ring_start, call.slots, call.target_rows, call.chunk_flags, *work,
-        call.ssm_state.stride(0), stride(call.shadow), stride(rows.x), stride(rows.B), rows.x.stride(1),
-        rows.B.stride(1), stride(new.x), stride(new.z), stride(new.C), stride(new.x, 1), stride(new.z, 1),
-        stride(new.C, 1), sums.stride(0), sums.stride(1), call.out.stride(0), call.out.stride(1),
-        *call.skip_strides(), T, call.ring_len, H, G, H // G, call.chunk_size, lanes, tile.workers, HEADS=tile.heads,
-        WIDTH=width, COLUMNS=max(8, columns), TOKENS=wide, FP=tile.fold_rows, BT=min(tile.fold_tokens, shared["ROWS"]),
-        MOVED=tile.moved, ONE=T == 1, STAGES=tile.stages, OPERAND=operand,
-        num_warps=tile.warps, maxnreg=tile.registers, launch_pdl=overlap, **shared,
-    )  # fmt: skip
+    streams = lanes * G * triton.cdiv(H // G, tile.heads)
+    launches = [(0, streams), (tile.workers, tile.workers)] if tile.apart else [(tile.workers, tile.workers + streams)]
+    for workers, grid in launches:
+        stream_kernel[(grid,)](
+            call.ssm_state, call.shadow, rows.x, rows.B, new.x, new.z, new.C, call.D, call.out,
+            call.num_buffered, call.ring_start, call.slots, call.target_rows, call.chunk_flags, *work,
+            call.ssm_state.stride(0), stride(call.shadow), stride(rows.x), stride(rows.B), rows.x.stride(1),
+            rows.B.stride(1), stride(new.x), stride(new.z), stride(new.C), stride(new.x, 1), stride(new.z, 1),
+            stride(new.C, 1), sums.stride(0), sums.stride(1), call.out.stride(0), call.out.stride(1),
+            *call.skip_strides(), T, call.ring_len, H, G, H // G, call.chunk_size, lanes, workers, HEADS=tile.heads,
+            WIDTH=width, COLUMNS=max(8, columns), TOKENS=wide, FP=tile.fold_rows,
+            BT=min(tile.fold_tokens, shared["ROWS"]), MOVED=tile.moved, ONE=T == 1, STAGES=tile.stages, OPERAND=operand,
+            FOLDS=workers > 0, LEADS=workers == 0 and overlap, num_warps=tile.warps, maxnreg=tile.registers,
+            launch_pdl=overlap, **shared,
+        )  # fmt: skip
 
 
 def scratch(lanes: int, ngroups: int, tokens: int, rows: int, like: Tensor) -> tuple[Tensor, Tensor]:

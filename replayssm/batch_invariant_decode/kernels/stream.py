@@ -2,7 +2,7 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm.batch_invariant_decode.kernels.blocks import loaded_rows, rows_weigh, score_in_blocks, token_weights
 from replayssm.batch_invariant_decode.kernels.fold import cross_chunks
@@ -87,62 +87,68 @@ def stream_kernel(
     P: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     WIDTH: tl.constexpr, TP: tl.constexpr, COLUMNS: tl.constexpr, FP: tl.constexpr, BT: tl.constexpr,
     MOVED: tl.constexpr, ONE: tl.constexpr, STAGES: tl.constexpr, LAZY: tl.constexpr, OVERLAP: tl.constexpr,
-    OPERAND: tl.constexpr,
+    OPERAND: tl.constexpr, FOLDS: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
     """The first programs, the workers, take all lanes that fold or cross and the cursors. Then (lane, some heads).
+
+    Without ``FOLDS`` there are no workers, and with ``LEADS`` a launch of workers alone follows.
 
     Several heads of a group lie below each other in the rows of the products, and each has columns of its own: a row of
     x is read in longer pieces, and a product wastes fewer columns.
     """
     n = tl.arange(0, NP)
     pid = tl.program_id(0)
-    if pid < workers:
-        if OVERLAP:
-            gdc_wait()
-        wide = tl.arange(0, TOKENS)
-        PARTS: tl.constexpr = (P + FP - 1) // FP
-        for first in range(pid * MOVED, lanes, workers * MOVED):
-            _move_all(
-                num_summed, num_buffered, ring_start, slots, cursors, target_rows, chunk_flags, lanes, first, seq_len,
-                ring_len, chunk_size, LAZY, MOVED,
-            )  # fmt: skip
-        before = 0
-        for l0 in range(0, lanes, MOVED):
-            looked = l0 + tl.arange(0, MOVED)
-            active = tl.load(slots + looked, mask=looked < lanes, other=-1) >= 0
-            rows = tl.load(cursors + 2 * looked + 1, mask=active, other=0)
-            slow = tl.where(active & (_stays(rows, seq_len, chunk_size, LAZY) == 0), 1, 0)
-            rank = tl.cumsum(slow, 0) * slow
-            work = tl.sum(slow, 0) * nheads * PARTS
-            for item in range((pid + workers - before % workers) % workers, work, workers):
-                lane = tl.sum(tl.where(rank == item // (nheads * PARTS) + 1, looked, 0), 0).to(tl.int64)
-                part = item % PARTS
-                head = item // PARTS % nheads
-                group = head // heads_per_group
-                slot = tl.load(slots + lane).to(tl.int64)
-                start = tl.load(cursors + 2 * lane)
-                live = tl.load(cursors + 2 * lane + 1)
-                rounded = shadow
-                if shadow is not None:
-                    rounded = shadow + slot * s_shadow + head * (P * N)
-                gate_at = z
-                if z is not None:
-                    gate_at = z + lane * s_z_lane + head * P
-                skip_at = D
-                if D is not None:
-                    skip_at = D + head * s_D_head
-                C_at = C + lane * s_C_lane + group * N + (wide * s_C)[None, :] + n[:, None]
-                cross_chunks(
-                    ssm_state + slot * s_state + head * (P * N), rounded,
-                    tl.load(C_at, mask=(wide < seq_len)[None, :] & (n < N)[:, None], other=0.0),
-                    x_rows + slot * s_x_slot + head * P, B_rows + slot * s_B_slot + group * N,
-                    sums + slot * s_sums_slot + head * s_sums_head, x + lane * s_x_lane + head * P, gate_at, skip_at,
-                    out + lane * s_out_lane + head * P, products + (lane * ngroups + group) * seq_len * ROWS,
-                    live >= chunk_size, start, live, s_x_row, s_B_row, s_x, s_z, s_out, s_D_element, seq_len, ring_len,
-                    chunk_size, part * FP, P, N, NP, ROWS, FP, BT, LAZY, OPERAND,
+    if LEADS:
+        gdc_launch_dependents()
+    if FOLDS:  # noqa: SIM102  a condition of the compiler, and one of the program
+        if pid < workers:
+            if OVERLAP:
+                gdc_wait()
+            wide = tl.arange(0, TOKENS)
+            PARTS: tl.constexpr = (P + FP - 1) // FP
+            for first in range(pid * MOVED, lanes, workers * MOVED):
+                _move_all(
+                    num_summed, num_buffered, ring_start, slots, cursors, target_rows, chunk_flags, lanes, first,
+                    seq_len, ring_len, chunk_size, LAZY, MOVED,
                 )  # fmt: skip
-            before += work
-        return
+            before = 0
+            for l0 in range(0, lanes, MOVED):
+                looked = l0 + tl.arange(0, MOVED)
+                active = tl.load(slots + looked, mask=looked < lanes, other=-1) >= 0
+                rows = tl.load(cursors + 2 * looked + 1, mask=active, other=0)
+                slow = tl.where(active & (_stays(rows, seq_len, chunk_size, LAZY) == 0), 1, 0)
+                rank = tl.cumsum(slow, 0) * slow
+                work = tl.sum(slow, 0) * nheads * PARTS
+                for item in range((pid + workers - before % workers) % workers, work, workers):
+                    lane = tl.sum(tl.where(rank == item // (nheads * PARTS) + 1, looked, 0), 0).to(tl.int64)
+                    part = item % PARTS
+                    head = item // PARTS % nheads
+                    group = head // heads_per_group
+                    slot = tl.load(slots + lane).to(tl.int64)
+                    start = tl.load(cursors + 2 * lane)
+                    live = tl.load(cursors + 2 * lane + 1)
+                    rounded = shadow
+                    if shadow is not None:
+                        rounded = shadow + slot * s_shadow + head * (P * N)
+                    gate_at = z
+                    if z is not None:
+                        gate_at = z + lane * s_z_lane + head * P
+                    skip_at = D
+                    if D is not None:
+                        skip_at = D + head * s_D_head
+                    C_at = C + lane * s_C_lane + group * N + (wide * s_C)[None, :] + n[:, None]
+                    cross_chunks(
+                        ssm_state + slot * s_state + head * (P * N), rounded,
+                        tl.load(C_at, mask=(wide < seq_len)[None, :] & (n < N)[:, None], other=0.0),
+                        x_rows + slot * s_x_slot + head * P, B_rows + slot * s_B_slot + group * N,
+                        sums + slot * s_sums_slot + head * s_sums_head, x + lane * s_x_lane + head * P, gate_at,
+                        skip_at, out + lane * s_out_lane + head * P,
+                        products + (lane * ngroups + group) * seq_len * ROWS, live >= chunk_size, start, live,
+                        s_x_row, s_B_row, s_x, s_z, s_out, s_D_element, seq_len, ring_len, chunk_size, part * FP,
+                        P, N, NP, ROWS, FP, BT, LAZY, OPERAND,
+                    )  # fmt: skip
+                before += work
+            return
     pid -= workers
     blocks = tl.cdiv(heads_per_group, HEADS)
     block = pid % blocks

@@ -140,7 +140,7 @@ def chunk_scan(
     D_strides = stride(D), 0 if D is None or D.dim() == 1 else D.stride(1)
     shared = {
         "P": P, "N": N, "BT": rows.rows, "BP": tile.rows, "STEPS": sequences.bit_length(),
-        "OPERAND": OPERANDS[x.dtype], "num_warps": rows.warps, "num_stages": rows.stages,
+        "OPERAND": OPERANDS[x.dtype], "num_warps": rows.warps, "num_stages": rows.stages, "maxnreg": rows.registers,
     }  # fmt: skip
     if rows.heads == 0:
         products = _launch_products(B, C, B_buffer, where, chunk_size, spare, chunks, rows)
