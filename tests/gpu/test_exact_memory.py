@@ -22,5 +22,5 @@ def test_the_workspace_of_a_step(lanes):
         step = family._step_buffers(line, torch.device("cuda"))
         taken[chunk] = family._workspace(partial(batch_invariant_decode_buffered_scan, **step))
         states = step["ssm_state"].nbytes
-    assert 0 < taken[128] < states / 16
-    assert taken[256] < 2 * taken[128] + (16 << 10)  # allocations come in whole 512 bytes
+    assert taken[128] < states / 16
+    assert taken[256] <= 2 * taken[128] + (1 << 10)  # allocations come in whole 512 bytes
