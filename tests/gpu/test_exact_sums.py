@@ -154,3 +154,21 @@ def test_slots_of_a_pool_in_the_middle_of_a_chunk():
     verify(pools[2], host, case, place, 2)
     restore(pools[0], [fork], snapshot(pools[2], [host]))
     go_on(pools[0], fork, place + 2, 70)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 3])
+def test_the_checked_mode_knows_parameters_that_changed(max_tokens, monkeypatch):
+    monkeypatch.setenv("REPLAYSSM_CHECK", "1")
+    case = random_case(150, 128, **SIZES)
+    changed = type(case)(**{**case.__dict__, "A": case.A * 1.1})
+    decoder = Decoder(case, max_tokens=max_tokens)
+    decoder.prefill((2, case.tokens(0, 90)))
+    for t in range(90, 144, max_tokens):  # over the end of a chunk; what is kept passes
+        decoder.step([2], [case.tokens(t, t + max_tokens)])
+        if max_tokens > 1:
+            decoder.commit([2], [max_tokens])
+    decoder.case, tokens = changed, case.tokens(144, 144 + max_tokens)
+    with pytest.raises(ValueError, match=r"buffers\.sums: expected those of this A, dt_bias, dt_softplus"):
+        decoder.step([2], [tokens])
+    decoder.buffers.num_summed[2] = 0
+    decoder.step([2], [tokens])
