@@ -189,7 +189,7 @@ def step_kernel(
                 if stop > live:
                     y, newest = scored(
                         block, state, C, x_rows, B_rows, kept, s_x_row, s_B_row, s_C, q, q_in, start, first, live, stop,
-                        ring_len, seq_len, t, new, decay, x_q, N, NP, BN, ROWS, TP, ONE, LAZY, True, OPERAND,
+                        ring_len, seq_len, t, new, decay, x_q, N, NP, BN, ROWS, TP, ONE, LAZY, True, False, OPERAND,
                     )  # fmt: skip
                     store_scores(
                         y, x_q, skip_q, gate_q, out, q, q_in, t, s_out, tl.maximum(first - live, 0), stop - live,
@@ -215,8 +215,8 @@ def step_kernel(
         if shadow is not None:
             read = rounded
         y, newest = scored(
-            0, read, C, x_rows, B_rows, kept, s_x_row, s_B_row, s_C, r, r_in, start, 0, live, end, ring_len, seq_len,
-            t, new, decay, x_new, N, NP, BN, ROWS, TP, ONE, LAZY, False, OPERAND,
+            0, read + part * (BP * N), C, x_rows, B_rows, kept, s_x_row, s_B_row, s_C, r, r_in, start, 0, live, end,
+            ring_len, seq_len, t, new, decay, x_new, N, NP, BN, ROWS, TP, ONE, LAZY, False, P % BP == 0, OPERAND,
         )  # fmt: skip
         store_scores(y, x_new, skip, gate, out, r, r_in, t, s_out, 0, seq_len, D is not None, z is not None, ONE)
         if num_summed is not None and part == 0:

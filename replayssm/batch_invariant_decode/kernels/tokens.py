@@ -62,13 +62,13 @@ def scored(
     values, state, C, x_rows, B_rows, sums, s_x_row: tl.constexpr, s_B_row: tl.constexpr, s_C, r, r_in,
     start, first, live, stop, ring_len, seq_len, t, dt, A, fresh,
     N: tl.constexpr, NP: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, TP: tl.constexpr, ONE: tl.constexpr,
-    LAZY: tl.constexpr, LOADED: tl.constexpr, OPERAND: tl.constexpr,
+    LAZY: tl.constexpr, LOADED: tl.constexpr, WHOLE: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """``(y [rows of the state, columns] before skip and gate, the tokens' sums)`` of the chunk at ``first``.
 
     All new rows are in the ring, their processed ``dt`` [columns] is given. A column is a token; of one token, all
     columns hold the same. Those whose token is not in ``first..stop`` hold nothing of use. The state is ``values`` if
-    ``LOADED``, else read from ``state`` [rows, N]. ``fresh``: the new rows of x.
+    ``LOADED``, else read from ``state``, its first row. ``fresh``: the new rows of x.
     """
     PER: tl.constexpr = 1 if ROWS == 16 else 2 if ROWS == 32 else 4
     LANES: tl.constexpr = ROWS // PER
@@ -78,13 +78,16 @@ def scored(
     at = place(start, first + row, ring_len, LAZY)
     inside = first + row < stop
     is_old = first + row < live
-    far = at.to(tl.int64)
-    x_from = x_rows + (far * s_x_row)[None, :] + r[:, None]
-    x_in = inside[None, :] & r_in[:, None]
-    B_from = B_rows + far * s_B_row
+    x_from = (x_rows + r)[:, None] + (at * s_x_row)[None, :]
+    x_in = inside[None, :]
+    state_in = (n < N)[None, :]
+    if not WHOLE:
+        x_in = x_in & r_in[:, None]
+        state_in = state_in & r_in[:, None]
+    B_in = inside[:, None]
+    if N != NP:
+        B_in = B_in & (n < N)[None, :]
     t_in = t < seq_len
-    delta = tl.load(sums + at * 2, mask=is_old, other=0.0)
-    G = tl.load(sums + at * 2 + 1, mask=is_old, other=0.0)
     v0 = lane_values(sums, start, first, live, ring_len, 0, LANES, PER, LAZY)
     v1 = lane_values(sums, start, first, live, ring_len, 1 % PER, LANES, PER, LAZY)
     v2 = lane_values(sums, start, first, live, ring_len, 2 % PER, LANES, PER, LAZY)
@@ -103,20 +106,27 @@ def scored(
         C_at = C + ahead + (t * s_C)[None, :] + n[:, None]
         C_tile = tl.load(C_at, mask=t_in[None, :] & (n < N)[:, None], other=0.0)
         if BN >= NP:
-            B_tile = tl.load(B_from[:, None] + ahead + n[None, :], mask=inside[:, None] & (n < N)[None, :], other=0.0)
+            B_at = (B_rows + ahead + n)[None, :] + (at * s_B_row)[:, None]
+            B_tile = tl.load(B_at, mask=B_in, other=0.0)
         x_tile = tl.load(x_from + ahead, mask=x_in, other=0.0)
+        delta = tl.load(sums + ahead + at * 2, mask=is_old, other=0.0)
+        G = tl.load(sums + ahead + at * 2 + 1, mask=is_old, other=0.0)
         if LOADED:
             own = values
         else:
-            state_at = state + ahead + r.to(tl.int64)[:, None] * N + n[None, :]
-            own = tl.load(state_at, mask=r_in[:, None] & (n < N)[None, :], other=0.0)
+            state_at = (state + ahead + n)[None, :] + (tl.arange(0, r.shape[0]) * N)[:, None]
+            if WHOLE and N == NP:
+                own = tl.load(state_at)
+            else:
+                own = tl.load(state_at, mask=state_in, other=0.0)
         products = tl.zeros((ROWS, COLUMNS), tl.float32)
         if BN >= NP:
             products = multiply(B_tile, C_tile, products, True)
         else:
             for n0 in tl.range(0, N, BN):
                 m = n0 + tl.arange(0, BN)
-                B_part = tl.load(B_from[:, None] + m[None, :], mask=inside[:, None] & (m < N)[None, :], other=0.0)
+                B_at = (B_rows + m)[None, :] + (at * s_B_row)[:, None]
+                B_part = tl.load(B_at, mask=inside[:, None] & (m < N)[None, :], other=0.0)
                 C_part = tl.load(C + (t * s_C)[None, :] + m[:, None], mask=t_in[None, :] & (m < N)[:, None], other=0.0)
                 products = multiply(B_part, C_part, products, True)
         carried = in_blocks(own.to(OPERAND), C_tile, tl.zeros((r.shape[0], COLUMNS), tl.float32))
