@@ -72,17 +72,31 @@ class Traffic:
         sizes, slots = self._pool.bytes_by_field(), self._pool.num_slots
         state = (sizes["state"] + sizes.get("state_scale", 0)) // slots
         if self._chunk_size:
-            row = sum(
-                each.nbytes // (slots * each.shape[1])
-                for buffers in self._pool.buffers
-                if isinstance(buffers, ExactMamba2Buffers)
-                for each in (buffers.records.x, buffers.records.dt, buffers.records.B)
-            )
+            read_row, written_row = self._exact_row_bytes()
         else:
             rings = sum(count for name, count in sizes.items() if name.endswith("_cache"))
-            row = rings // (slots * self._pool.ring_len)
-        read = self.verified * state + self.rows_read * row
-        return read, self.flushed * state + self.rows_written * row
+            read_row = written_row = rings // (slots * self._pool.ring_len)
+        read = self.verified * state + self.rows_read * read_row
+        return read, self.flushed * state + self.rows_written * written_row
+
+    def _exact_row_bytes(self) -> tuple[int, int]:
+        """Bytes that exact layers read of a live row and write of a new one.
+
+        A GPU reads what it has kept of dt in its place, and writes both.
+        """
+        read = written = 0
+        for buffers in self._pool.buffers:
+            if isinstance(buffers, ExactMamba2Buffers):
+                records = buffers.records
+                rows = records.x.shape[0] * records.x.shape[1]
+                both = (records.x.nbytes + records.B.nbytes) // rows
+                raw = records.dt.nbytes // rows
+                if records.sums is None or self._pool.device.type != "cuda":
+                    read, written = read + both + raw, written + both + raw
+                else:
+                    kept = records.sums.nbytes // rows
+                    read, written = read + both + kept, written + both + raw + kept
+        return read, written
 
     def key_value_bytes(self) -> tuple[int, int, int]:
         """Bytes of keys and values, all layers: those that there are, and those that were read and written."""
