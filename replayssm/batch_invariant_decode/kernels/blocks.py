@@ -49,7 +49,7 @@ def token_weights(products, sums, newest, at, row, live, t, c_in, ROWS: tl.const
 
 @triton.jit
 def score_in_blocks(
-    state, C, decay, x_rows, products, sums, newest, start, ring_len, s_x_row, s_C, r, r_in, live, seq_len, t, c_in,
+    state, C, x_rows, products, sums, newest, start, ring_len, s_x_row, s_C, r, r_in, live, seq_len, t, c_in,
     N: tl.constexpr, NP: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr, LAZY: tl.constexpr,
 ):  # fmt: skip
     """``y`` [rows of the state, columns] before skip and gate, read block by block."""
@@ -60,7 +60,7 @@ def score_in_blocks(
         values = tl.load(state + r[:, None] * N + n[None, :], mask=r_in[:, None] & (n < N)[None, :], other=0.0)
         C_tile = tl.load(C + (t * s_C)[None, :] + n[:, None], mask=c_in[None, :] & (n < N)[:, None], other=0.0)
         y = multiply(values, C_tile, y, True)
-    y = times(y, decay[None, :], tl.float32)
+    y = times(y, tl.exp(newest)[None, :], tl.float32)
     for j0 in tl.range(0, live + seq_len, BT, num_stages=STAGES):
         j = j0 + tl.arange(0, BT)
         at = j

@@ -45,13 +45,14 @@ def _move_all(num_summed, num_buffered, ring_start, slots, cursors, target_rows,
 
 @triton.jit
 def _careful(
-    state, C, decay, x_rows, products, sums, newest, start, ring_len, s_x_row, s_C, r, r_in, live, seq_len, t, c_in,
+    state, C, x_rows, products, sums, start, ring_len, s_x_row, s_C, r, r_in, live, seq_len, t, c_in,
     N: tl.constexpr, NP: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr, LAZY: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """A product for each token: zero times a later token that is no number would reach an earlier one.
 
     It loads everything anew. Triton 3.6 reads ahead into what a product in a branch still reads.
     """
+    newest = tl.load(sums + ring_row(start, live + t, ring_len) * 2 + 1, mask=c_in, other=0.0)
     carried = tl.zeros((r.shape[0], t.shape[0]), tl.float32)
     BN: tl.constexpr = min(BT, NP)
     k = tl.arange(0, BT)
@@ -60,7 +61,7 @@ def _careful(
         values = tl.load(state + r[:, None] * N + n[None, :], mask=r_in[:, None] & (n < N)[None, :], other=0.0)
         C_tile = tl.load(C + (t * s_C)[None, :] + n[:, None], mask=c_in[None, :] & (n < N)[:, None], other=0.0)
         carried = multiply(values.to(OPERAND), C_tile, carried, True)
-    carried = times(carried, decay[None, :], OPERAND)
+    carried = times(carried, tl.exp(newest)[None, :], OPERAND)
     y = carried
     for i in range(0, seq_len):
         own = carried
@@ -187,7 +188,6 @@ def stream_kernel(
     c_in = (t < seq_len) & (head_of < count)
     sums_of = sums + slot * s_sums_slot + (first_head + head_of) * s_sums_head  # by column
     newest = tl.load(sums_of + ring_row(start, live + t, ring_len) * 2 + 1, mask=c_in, other=0.0)
-    decay = tl.exp(newest)
     skip = 0.0
     x_new = 0.0
     gate = 0.0
@@ -205,7 +205,7 @@ def stream_kernel(
             gate = tl.load(z + (tp * s_z)[:, None] + r[None, :], mask=mine, other=0.0)
     if tl.float32 == OPERAND:
         y = score_in_blocks(
-            state, C, decay, x_rows, products, sums_of, newest, start, ring_len, s_x_row, s_C, r, r_in, live, seq_len,
+            state, C, x_rows, products, sums_of, newest, start, ring_len, s_x_row, s_C, r, r_in, live, seq_len,
             t, c_in, N, NP, ROWS, BT, STAGES, LAZY,
         )  # fmt: skip
     else:
@@ -216,6 +216,10 @@ def stream_kernel(
         pair, product = loaded_rows(products, sums_of, at, row, live, t, c_in, ROWS)
         # A loop of one turn, which the compiler does not know: it copies what a loop loads straight to shared memory.
         for turn in tl.range(0, tl.minimum(seq_len, 1), num_stages=2):
+            # Behind the copies' start, which must not wait for what the weights are made of, but ahead of their end.
+            now = newest + turn * 1.0
+            w = rows_weigh(pair, product, now, row, live, t, c_in, OPERAND)
+            decay = tl.exp(now)
             ahead = turn * 16
             state_at = state + ahead + (r[:, None] * N + n[None, :])
             values = tl.load(state_at, mask=r_in[:, None] & (n < N)[None, :], other=0.0)
@@ -223,14 +227,12 @@ def stream_kernel(
             C_tile = tl.load(C_at, mask=c_in[None, :] & (n < N)[:, None], other=0.0)
             x_at = x_rows + ahead + (at[None, :] * s_x_row + r[:, None])
             x_tile = tl.load(x_at, mask=(row < live + seq_len)[None, :] & r_in[:, None], other=0.0)
-            # Behind the copies, which must not wait for what the weights are made of.
-            w = rows_weigh(pair, product, newest + turn * 1.0, row, live, t, c_in, OPERAND)
             y = tl.dot(values.to(OPERAND), C_tile, input_precision="ieee") * decay[None, :]
             y = tl.dot(x_tile, w, y, input_precision="ieee")
     if not ONE:  # noqa: SIM102  a condition of the compiler, and one of the program
         if holds_no_number(x_new) != 0:
             y = _careful(
-                state, C, decay, x_rows, products, sums_of, newest, start, ring_len, s_x_row, s_C, r, r_in, live,
+                state, C, x_rows, products, sums_of, start, ring_len, s_x_row, s_C, r, r_in, live,
                 seq_len, t, c_in, N, NP, ROWS, BT if tl.float32 == OPERAND else 16, LAZY, OPERAND,
             )  # fmt: skip
     # Of a row's columns those of its own head, their bits, without an addition; turned, to store rows side by side.
