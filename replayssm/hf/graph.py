@@ -61,21 +61,25 @@ class Graph:
     def __init__(self, function: Callable[[], Tensor], pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
         stream = _capture_stream(torch.cuda.current_device())
-        stream.wait_stream(torch.cuda.current_stream())
-        with _LOCK, _without_collection(), torch.cuda.stream(stream):
-            # Other threads may go on allocating and launching meanwhile.
-            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                self._result = function()
-            except BaseException:
-                with suppress(RuntimeError):  # it has ended the capture already, and is the error to be told
-                    self._graph.capture_end()
-                with suppress(RuntimeError):  # else torch's generator would believe that the capture goes on
-                    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-                    generator.graphsafe_set_state(generator.clone_state())
-                raise
-            self._graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
+        with _LOCK, _without_collection():  # waiting for the stream, or making it wait, would break another's capture
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._capture(function, pool)
+            torch.cuda.current_stream().wait_stream(stream)
+
+    def _capture(self, function: Callable[[], Tensor], pool: Any) -> None:
+        # Other threads may go on allocating and launching meanwhile.
+        self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            self._result = function()
+        except BaseException:
+            with suppress(RuntimeError):  # it has ended the capture already, and is the error to be told
+                self._graph.capture_end()
+            with suppress(RuntimeError):  # else torch's generator would believe that the capture goes on
+                generator = torch.cuda.default_generators[torch.cuda.current_device()]
+                generator.graphsafe_set_state(generator.clone_state())
+            raise
+        self._graph.capture_end()
 
     def replay(self) -> Tensor:
         """Run it on what the tensors hold now. The result is overwritten by the next graph of the same memory."""
