@@ -87,8 +87,8 @@ def test_random_weights_of_a_published_size(capsys, monkeypatch):
     (row,) = _rows(capsys, "--random", "130m", "--batch", "2")
     assert row["model"] == "random 130m" and row["batch"] == 2
     subject = generate._Subject(GenerateOptions(random="130m"))
-    mixers = [m for side in (subject.theirs, subject.ours) for m in side.modules() if hasattr(m, "chunk_size")]
-    assert [mixer.chunk_size for mixer in mixers] == [32, 256]  # exact decode in the chunks of the published models
+    sides = subject.theirs, subject.ours, subject.exact  # exact decode in the chunks of the published models
+    assert [m.chunk_size for side in sides for m in side.modules() if hasattr(m, "chunk_size")] == [32, 256, 256]
     assert torch.equal(subject.theirs.get_input_embeddings().weight, generate._Subject(
         GenerateOptions(random="130m")).theirs.get_input_embeddings().weight)  # fmt: skip
 

@@ -61,6 +61,14 @@ class _Subject:
 
     @cached_property
     def ours(self) -> Any:
+        return self._attached()
+
+    @cached_property
+    def exact(self) -> Any:
+        """Another copy: a model keeps the graphs of its two newest sessions, and each way has one."""
+        return self._attached()
+
+    def _attached(self) -> Any:
         model = copy.deepcopy(self.theirs)
         if self._options.random is not None:
             for mixer in (module for module in model.modules() if hasattr(module, "chunk_size")):
@@ -116,17 +124,20 @@ def cases(options: GenerateOptions) -> list[Case]:
 
 
 def _run(subject: _Subject, options: GenerateOptions, batch: int, timer: Timer) -> Row:
-    """Check the ids, then time the three ways in turn."""
+    """Check the ids, then time the ways in turn."""
     prompts = subject.prompts(batch)
     count = min(options.max_new_tokens, _QUICK_TOKENS) if options.quick else options.max_new_tokens
-    replay = partial(
-        by_replay, subject.ours, prompts, num_draft_tokens=options.num_draft_tokens, max_new_tokens=count
-    )  # fmt: skip
+    arguments: dict[str, Any] = {
+        "input_ids": prompts,
+        "num_draft_tokens": options.num_draft_tokens,
+        "max_new_tokens": count,
+    }
+    replay = partial(by_replay, subject.ours, **arguments)
     theirs = partial(by_transformers, subject.theirs, prompts, max_new_tokens=count, max_time=options.patience)
     ways = [Way("transformers", theirs), Way("replay", partial(replay, draft=None)),
             Way("look-up", partial(replay, draft="lookup"))]  # fmt: skip
     if options.exact:
-        exact = partial(replay, exact=True)
+        exact = partial(by_replay, subject.exact, exact=True, **arguments)
         ways += [Way("exact", partial(exact, draft=None)), Way("exact look-up", partial(exact, draft="lookup"))]
     for way in ways:
         way.results = [way.generate()]
