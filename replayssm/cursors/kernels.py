@@ -7,7 +7,11 @@ from torch import Tensor
 _ROWS = 128
 
 
-@triton.jit(do_not_specialize=["batch", "seq_len"])
+# One form for any batch and wherever its tensors begin: another would cost a call's first user 50 ms.
+@triton.jit(
+    do_not_specialize=["batch", "seq_len", "s_slots", "s_seq_lens", "s_accepted"],
+    do_not_specialize_on_alignment=["slots", "seq_lens", "num_accepted"],
+)
 def _commit(
     ring_start, num_live, conv_start, last_accepted, slots, seq_lens, num_accepted, seq_len,
     s_slots, s_seq_lens, s_accepted, batch, window, ring_len, conv_len,

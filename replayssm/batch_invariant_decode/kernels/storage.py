@@ -166,7 +166,8 @@ def store_tails(
     )
 
 
-@triton.jit
+# One form for any number of lanes and wherever slots and counts begin: it would cost a call's first user 50 ms.
+@triton.jit(do_not_specialize=["s_accepted", "lanes"], do_not_specialize_on_alignment=["slots", "num_accepted"])
 def _commit(num_buffered, slots, num_accepted, s_accepted, lanes, BLOCK: tl.constexpr):
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = lane < lanes
