@@ -5,6 +5,7 @@ import torch
 
 import replayssm
 from replayssm import warming
+from replayssm.batch_invariant_decode import BatchInvariantDecodeBuffers
 from replayssm.cache import ExactMamba2Layer, GDNLayer, Mamba2Layer, ReplayPool
 
 pytestmark = [
@@ -50,6 +51,19 @@ def test_a_pool(kind, state_dtype):
         pool.commit(slots, torch.tensor([5, 2, 1], device="cuda"), 5)
         rates = [torch.full((6,), -1.0, device="cuda")] if kind == "mamba" else None
         pool.materialize(slots[:1], slots[2:], torch.tensor([1], device="cuda"), rates)
+    assert loaded.kernels == 0, loaded.names
+
+
+def test_commits_of_any_number_of_lanes_are_one_kernel():
+    """Rows of a batch end one after the other, and a step of the last one must not compile."""
+    device = torch.device("cuda")
+    buffers = BatchInvariantDecodeBuffers.allocate(20, 16, 6, 24, 2, 20, device, torch.bfloat16, max_tokens=3)
+    slots, counts = torch.arange(20, device=device), torch.ones(20, 16, dtype=torch.int64, device=device)
+    buffers.commit(slots[:2], counts[:2, 0])
+    with warming._counted(device) as loaded:
+        for lanes in (1, 3, 16):
+            buffers.commit(slots[:lanes], counts[:lanes, 0])
+            buffers.commit(slots[1 : lanes + 1], counts.flatten()[1 : lanes + 1])
     assert loaded.kernels == 0, loaded.names
 
 
