@@ -15,11 +15,10 @@ from replayssm.bench import Row, flashinfer
 from replayssm.bench.peers import ELSEWHERE, THIS_RUN, installed, on_an_h200, timed
 from replayssm.bench.timing import Timer
 
-# Microseconds on one H200 (torch 2.11, Triton 3.6; state dim 128, head dim 64): Megatron-Core of August 2026, by chunk
-# size, heads and batch, and mamba_ssm of July 2026, by heads, chunk size and length.
+# Microseconds on one H200 (torch 2.11, Triton 3.6; state dim 128, head dim 64): Megatron-Core of August 2026, its tiles
+# pinned, rows all over the chunk, by chunk size, heads and batch; mamba_ssm of July 2026, by heads, chunk and length.
 _MEGATRON = {
-    (128, 16): {1: 52.5, 16: 58.2, 64: 86.3, 256: 170.7}, (128, 128): {1: 57.0, 16: 113.6, 64: 232.8},
-    (256, 16): {1: 50.7, 16: 60.0, 64: 87.0, 256: 176.7}, (256, 128): {1: 72.8, 16: 133.4, 64: 263.9},
+    (128, 16): {1: 58.3, 16: 68.5, 64: 91.4, 256: 180.2}, (128, 128): {1: 65.2, 16: 105.9, 64: 237.8, 128: 412.6},
 }  # fmt: skip
 _MAMBA_SSM = {
     (64, 128): {2048: 110.0, 8192: 365.0, 32768: 1446.0}, (64, 256): {2048: 104.0, 8192: 357.0, 32768: 1436.0},
