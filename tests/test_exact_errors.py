@@ -141,6 +141,42 @@ def test_kept_sums():
     refuse("buffers.num_summed: expected dtype torch.int32, got torch.int64", made=made)
 
 
+@pytest.mark.parametrize("name", ["num_buffered", "ring_start", "arrivals", "num_summed", "target_rows", "chunk_flags"])
+def test_cursors_that_are_a_column_of_a_table(name):
+    made = decoder(3, sums=True)
+    table = torch.stack([getattr(made.buffers, name), torch.full((S,), 7, dtype=torch.int32)], 1)
+    setattr(made.buffers, name, table[:, 0])
+    before, message = table.clone(), f"buffers.{name}: expected axes 0..0 of shape [4] to be packed"
+    refuse(message, made=made, call=arguments(2, 3))
+    if name == "num_buffered":
+        with pytest.raises(ValueError, match=re.escape(message)):
+            made.buffers.commit(torch.tensor([0]), torch.tensor([1]))
+    if name in ("num_buffered", "ring_start", "num_summed"):
+        case = random_case(8)
+        call = {each: getattr(case, each) for each in ("x", "z", "dt", "B", "C")}
+        with pytest.raises(ValueError, match=re.escape(message)):
+            made.buffers.seed(**call, cu_seqlens=int32(0, 8), batch_indices=int32(1))
+    assert torch.equal(table, before)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 3])
+def test_memory_for_what_a_call_returns(max_tokens):
+    for name, expected in (
+        ("out", f"shape [slots=4, {'max_tokens, ' if max_tokens > 1 else ''}nheads=6, headdim=5], got [3"),
+        ("target_rows", "shape [slots=4], got [3]"),
+        ("chunk_flags", "shape [slots=4], got [3]"),
+    ):
+        made = decoder(max_tokens)
+        setattr(made.buffers, name, getattr(made.buffers, name)[:3])
+        refuse(f"buffers.{name}: expected {expected}", made=made)
+    made = decoder(3)
+    made.buffers.out = made.buffers.out[:, :2].clone()
+    refuse("buffers.out: expected max_tokens=3 at axis 1, got 2", made=made)
+    made = decoder(max_tokens)
+    made.buffers.out = made.buffers.out.half()
+    refuse("buffers.out: expected dtype torch.float32, got torch.float16", made=made)
+
+
 @pytest.mark.parametrize(
     ("changes", "message", "error"),
     [

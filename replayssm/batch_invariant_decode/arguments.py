@@ -37,6 +37,9 @@ _STEP = {
     "buffers.arrivals": "slots",
     "buffers.sums": "slots nheads rows 2",
     "buffers.num_summed": "slots",
+    "buffers.target_rows": "slots",
+    "buffers.chunk_flags": "slots",
+    "buffers.out": "slots nheads headdim",
     "x": "lanes tokens nheads headdim",
     "z": "lanes tokens nheads headdim",
     "dt": "lanes tokens nheads",
@@ -47,6 +50,7 @@ _STEP = {
     "batch_indices": "lanes",
     "ssm_state": "slots nheads headdim dstate",
 }
+_STEP_OF_SEVERAL = {**_STEP, "buffers.out": "slots max_tokens nheads headdim"}
 _STORE = {
     **_ROWS,
     "buffers.num_summed": "slots",
@@ -77,6 +81,9 @@ _KEPT = ("buffers.shadow", "buffers.arrivals", "buffers.sums", "buffers.num_summ
 _OPTIONAL = frozenset(("buffers.z", "buffers.C", "buffers.ring_start", *_KEPT, "z", "dt_bias", "D"))
 _STATES = ("ssm_state", "initial_states")
 _CURSORS = ("buffers.num_buffered", "buffers.ring_start")
+_BY_LANE = ("buffers.target_rows", "buffers.chunk_flags")
+# Kernels know no strides of these: a column of a table would be written beside its own numbers.
+_INT32 = (*_CURSORS, *_BY_LANE, "buffers.arrivals", "buffers.num_summed")
 _WRITTEN = (*_STATES, "out", "buffers.shadow", "buffers.sums", *(name for name in _ROWS if name not in _CURSORS))
 
 
@@ -101,6 +108,8 @@ def _check(specs: dict[str, str], tensors: dict[str, Tensor | None], optional: f
         if name in _WRITTEN:
             check_packed(name, tensor, 1)
             check_separate(name, tensor, 1)
+        elif name in _INT32 or name == "buffers.out":
+            check_packed(name, tensor, 0)
     check_groups(sizes)
     D = tensors.get("D")
     if D is not None:
@@ -116,7 +125,7 @@ def _dtypes(name: str, anchor: Tensor, tensors: dict[str, Tensor | None]) -> tup
         return FLOATS
     if name in _STATES or name == "buffers.sums":
         return (torch.float32,)
-    if name in ("buffers.num_buffered", "buffers.ring_start", "buffers.arrivals", "buffers.num_summed", "cu_seqlens"):
+    if name in _INT32 or name == "cu_seqlens":
         return (torch.int32,)
     if name in ("batch_indices", "chunk_starts", "slots", "target_rows", "chunk_flags"):
         return INDICES
@@ -146,7 +155,9 @@ def check_step(*arguments: Any) -> None:
     check_tensor("ssm_state", state)
     if state is not None and state.dtype != torch.float32:
         raise AssertionError(f"ssm_state: batch-invariant decode requires an FP32 SSM state cache, got {state.dtype}")
-    sizes = _check(_STEP, tensors, _OPTIONAL)
+    sizes = _check(_STEP if max_tokens == 1 else _STEP_OF_SEVERAL, tensors, _OPTIONAL)
+    if sizes.get("max_tokens", 1) != max_tokens:  # no number in a spec: it may be symbolic
+        raise ValueError(f"buffers.out: expected max_tokens={max_tokens} at axis 1, got {sizes['max_tokens']}")
     if (tensors["buffers.sums"] is None) != (tensors["buffers.num_summed"] is None):
         raise ValueError("buffers.num_summed: expected it where buffers.sums is, and only there")
     if not 1 <= sizes["tokens"] <= max_tokens:

@@ -9,7 +9,16 @@ from torch import Tensor
 
 from replayssm.batch_invariant_decode import ops
 from replayssm.batch_invariant_decode.arguments import check_refresh, check_store
-from replayssm.checks import FLOATS, as_device, check_device, check_dtype, check_flag, check_range, check_shape
+from replayssm.checks import (
+    FLOATS,
+    as_device,
+    check_device,
+    check_dtype,
+    check_flag,
+    check_packed,
+    check_range,
+    check_shape,
+)
 from replayssm.ssd.arguments import check_chunk_size
 
 _PER_SLOT = ("x", "z", "dt", "B", "C", "num_buffered", "ring_start", "shadow", "sums", "num_summed")
@@ -255,4 +264,5 @@ class BatchInvariantDecodeBuffers:
             check_shape(name, tensor, "lanes", sizes)
             check_dtype(name, tensor, torch.int32, torch.int64)
             check_device(name, tensor, self.num_buffered.device)
+        check_packed("buffers.num_buffered", self.num_buffered, 0)
         ops.commit(self.num_buffered, batch_indices, num_accepted, self.max_tokens)

@@ -83,8 +83,9 @@ def batch_invariant_decode_buffered_scan(
     dt_limit = tuple(dt_limit) if isinstance(dt_limit, list) else dt_limit
     rows = buffers.x, buffers.z, buffers.dt, buffers.B, buffers.C, buffers.num_buffered, buffers.ring_start
     check_step(
-        *rows, buffers.shadow, buffers.arrivals, buffers.sums, buffers.num_summed, x, z, dt, B, C, A, dt_bias,
-        batch_indices, ssm_state, D, buffers.max_tokens, dt_softplus, dt_limit,
+        *rows, buffers.shadow, buffers.arrivals, buffers.sums, buffers.num_summed, buffers.target_rows,
+        buffers.chunk_flags, buffers.out, x, z, dt, B, C, A, dt_bias, batch_indices, ssm_state, D, buffers.max_tokens,
+        dt_softplus, dt_limit,
     )  # fmt: skip
     lanes, chunk_size = x.shape[0], buffers.chunk_size
     most_live = chunk_size - 1 if buffers.ring_start is None else chunk_size - 1 + buffers.max_tokens
