@@ -256,16 +256,62 @@ def test_decode_rows():
     case = random_case(32, D="element", **SMALL)
     states = torch.randn(3, *case.state_shape)
     initial, out = states.clone(), torch.full((3, 3, 5), 7.0)
-    poisoned = {name: getattr(case, name).clone() for name in INPUTS}
-    for value in poisoned.values():
-        value[5:16] = torch.nan
+    poisoned = {}
+    for name in INPUTS:  # as columns of a wider tensor
+        value = getattr(case, name)
+        poisoned[name] = torch.cat((value, torch.full_like(value, torch.nan)), 1)[:, : value.shape[1]]
+        poisoned[name][5:16] = torch.nan
+    starts, slots, rows, flags = torch.stack(
+        (int32(16, -16, 0), int32(2, -1, 0), int32(15, -1, 4), int32(1, 1, 0)), 1
+    ).T
     named = {**poisoned, "A": case.A, "D": case.D, "dt_bias": case.dt_bias}
     with using("kernels"):
         _mamba_chunk_scan_decode_rows(
-            **named, chunk_size=16, chunk_starts=int32(16, -16, 0), slots=int32(2, -1, 0),
-            target_rows=int32(15, -1, 4), chunk_flags=int32(1, 1, 0), initial_states=states, out=out, dt_softplus=True,
+            **named, chunk_size=16, chunk_starts=starts, slots=slots, target_rows=rows, chunk_flags=flags,
+            initial_states=states, out=out, dt_softplus=True,
         )  # fmt: skip
         second, final, _ = case.tokens(16, 32).whole(initial[2])
         first = case.tokens(0, 16).whole(initial[0])[0]
     assert torch.equal(out[0], second[15]) and torch.equal(out[2], first[4]) and bool((out[1] == 7.0).all())
     assert torch.equal(states[2], final) and torch.equal(states[:2], initial[:2])
+
+
+def in_a_wider_tensor(value):
+    """The same numbers with others between its rows."""
+    return torch.cat([value.flatten(1), torch.full_like(value.flatten(1), 3)], 1)[:, : value[0].numel()].unflatten(
+        1, value.shape[1:]
+    )
+
+
+def column(values):
+    return torch.stack([values, torch.full_like(values, 3)], 1)[:, 0]
+
+
+def test_rows_and_lists_of_any_strides():
+    case, bounds, slots = random_case(30, **SMALL), int32(0, 13, 30), int32(2, 1)
+    strided = {name: in_a_wider_tensor(getattr(case, name)) for name in INPUTS}
+    named = {name: getattr(case, name) for name in INPUTS}
+    results = []
+    with using("kernels"):
+        for inputs, listed in ((named, lambda values: values), (strided, column)):
+            decoder = Decoder(case, max_tokens=3)
+            decoder.buffers.seed(**inputs, cu_seqlens=listed(bounds), batch_indices=listed(slots))
+            cursors = decoder.buffers.num_buffered.clone()
+            decoder.state.zero_()
+            unfinished = decoder.buffers.unfinished()
+            unfinished |= {name: listed(unfinished[name]) for name in ("num_buffered", "ring_start")}
+            scan = {
+                "cu_seqlens": listed(bounds),
+                "initial_states": decoder.state[[2, 1]],
+                "batch_indices": listed(slots),
+            }
+            y = case.scan(**inputs, **scan, **unfinished)
+            states, out = decoder.state.clone(), torch.zeros(2, *case.x.shape[1:])
+            _mamba_chunk_scan_decode_rows(
+                **inputs, A=case.A, chunk_size=16, chunk_starts=listed(int32(16, 0)), slots=listed(slots),
+                target_rows=listed(int32(4, 15)), chunk_flags=listed(int32(0, 1)), initial_states=states, out=out,
+            )  # fmt: skip
+            results.append((cursors, y, states, out))
+    for packed, other in zip(*results, strict=True):
+        assert torch.equal(packed, other) and not packed.isnan().any()
+    assert results[0][0].tolist() == [0, 1, 13, 0]

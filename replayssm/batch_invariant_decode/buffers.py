@@ -204,7 +204,7 @@ class BatchInvariantDecodeBuffers:
     ) -> None:  # fmt: skip
         rows = self.x, self.z, self.dt, self.B, self.C, self.num_buffered, self.ring_start, self.num_summed
         n = check_store(*rows, x, z, dt, B, C, cu_seqlens, batch_indices)
-        ops.store_tails(*rows, x, z, dt, B, C, cu_seqlens, batch_indices[:n], self.chunk_size, extend)
+        ops.store_tails(*rows, x, z, dt, B, C, cu_seqlens.contiguous(), batch_indices[:n], self.chunk_size, extend)
 
     def refresh(self, ssm_state: Tensor, batch_indices: Tensor) -> None:
         """Round the state of some slots into ``shadow``; without one, do nothing.

@@ -132,6 +132,10 @@ def chunk_scan(
     )  # fmt: skip
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    # Kernels step over these without a stride.
+    cu_seqlens, num_buffered, ring_start = (
+        None if each is None else each.contiguous() for each in (cu_seqlens, num_buffered, ring_start)
+    )
     _op(
         x, dt, A, B, C, chunk_size, cu_seqlens, D, z, dt_bias, dt_softplus, float(dt_limit[0]), float(dt_limit[1]),
         initial_states, x_buffer, dt_buffer, B_buffer, num_buffered, ring_start, batch_indices, out, final_states,
