@@ -90,7 +90,10 @@ def decode_rows(
     dt_max: float,
 ) -> None:
     """See ``replayssm.batch_invariant_decode._mamba_chunk_scan_decode_rows``."""
-    # The flat buffers as those of one slot, without end; the token of a lane is one of their rows.
+    # The flat buffers as those of one slot, without end; the token of a lane is one of their rows. Those of x, dt and B
+    # are taken to lie side by side, as they do in buffers.
+    x, dt, B = packed(x, 0), packed(dt, 0), packed(B, 0)
+    chunk_starts, target_rows, chunk_flags = packed(chunk_starts, 0), packed(target_rows, 0), packed(chunk_flags, 0)
     flat = [None if t is None else packed(t).unsqueeze(0) for t in (x, z, dt, B, C)]
     rows = Rows(*flat)  # type: ignore[arg-type]
     tokens = Rows(*(None if t is None else t.expand(1, *t.shape[1:]) for t in flat))  # type: ignore[arg-type]
