@@ -1,4 +1,4 @@
-"""The second launch of a step for many lanes: it streams the states and the rows of x, and folds."""
+"""The second launch of a step for many lanes: it streams the states and the rows of x, forms weights, and folds."""
 
 import triton
 import triton.language as tl
