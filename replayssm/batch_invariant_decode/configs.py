@@ -126,8 +126,8 @@ def batch_tile(
         return None
     heads = 2 if 2 * held[1] <= _MOST_SHARED else 1  # two programs on a multiprocessor, if possible
     return BatchTile(
-        min(64, rows), 8 if rows <= 128 else 4, min(128, columns), 64, heads, min(32, padded(headdim)),
-        min(32 if tokens == 1 else 64, rows), 128, 256, 4 * heads, 128, 3, False,
+        min(64, rows), 8 if rows <= 128 else 4, min(128, columns), 64, heads, min(32, padded(headdim)), min(64, rows),
+        128, 256, 4 * heads, 128, 3, False,
     )  # fmt: skip
 
 
