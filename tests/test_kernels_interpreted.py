@@ -67,6 +67,11 @@ def test_step_equals_the_reference(state_dtype, seq_len, headdim, dstate, with_z
     assert torch.equal(as_bytes(call.state[kept]), as_bytes(expected.state[kept]))
 
 
+def column(values):
+    """The values as a column of a table, whose other one holds what must not be read."""
+    return torch.stack((values, torch.full_like(values, 99)), 1)[:, 0]
+
+
 def test_rows_of_unequal_length_equal_the_padded_call():
     lengths = [2, 3, 0, 1]
     call = random_ssu_call(live=(4, 6, 5, 7), seq_len=3, window=7, nheads=2, ngroups=1, headdim=6, dstate=10)
@@ -75,7 +80,7 @@ def test_rows_of_unequal_length_equal_the_padded_call():
     packed = {name: getattr(call, name)[rows, steps].unsqueeze(0) for name in ("x", "B", "C", "z", "out")}
     dt = call.dt[..., :1][rows, steps].unsqueeze(0).expand(1, -1, 2, 6)
     bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    varlen = replace(call.clone(), **packed, dt=dt, options={"cu_seqlens": bounds, "max_seqlen": 3})
+    varlen = replace(call.clone(), **packed, dt=dt, options={"cu_seqlens": column(bounds), "max_seqlen": 3})
     with using("kernels"):
         checkpointing_ssu(**varlen.arguments())
         for row, length in enumerate(lengths):
@@ -183,7 +188,7 @@ def test_convolution_equals_the_cpu(seq_len, varlen):
     x = torch.randn(1 if varlen else 3, 4 if varlen else seq_len, 270)
     options = {"activation": "silu", "state_batch_indices": torch.tensor([2, -1, 1])}
     if varlen:
-        options |= {"cu_seqlens": torch.tensor([0, 3, 3, 4], dtype=torch.int32), "max_seqlen": 3}
+        options |= {"cu_seqlens": column(torch.tensor([0, 3, 3, 4], dtype=torch.int32)), "max_seqlen": 3}
     outputs, rings = [], []
     for module in ("cpu", "kernels"):
         with using(module):

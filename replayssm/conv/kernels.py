@@ -71,6 +71,7 @@ def causal_conv1d_replay(
     out: Tensor,
 ) -> None:
     """See :func:`replayssm.conv.causal_conv1d_replay`."""
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     seq_len = x.shape[1] if max_seqlen is None else max_seqlen
     channels, width = weight.shape

@@ -306,6 +306,7 @@ def checkpointing_ssu(
     dt_max: float,
 ) -> None:
     """See ``replayssm.mamba.checkpointing_ssu``; ``seq_len`` is T and ``window`` the window in force."""
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     _, nheads, P, N = state.shape
     if batch == 0 or state.numel() == 0:
