@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from replayssm.batch_invariant_decode.kernels.lanes import ring_row
+from replayssm.batch_invariant_decode.kernels.lanes import place
 from replayssm.ssd.kernels.arithmetic import multiply, times, weights
 from replayssm.ssd.kernels.constants import TERMS
 
@@ -63,9 +63,7 @@ def score_in_blocks(
     y = times(y, tl.exp(newest)[None, :], tl.float32)
     for j0 in tl.range(0, live + seq_len, BT, num_stages=STAGES):
         j = j0 + tl.arange(0, BT)
-        at = j
-        if LAZY:
-            at = ring_row(start, j, ring_len)
+        at = place(start, j, ring_len, LAZY)
         seen = (j < live + seq_len)[None, :] & r_in[:, None]
         x_tile = tl.load(x_rows + (at[None, :] * s_x_row + r[:, None]), mask=seen, other=0.0)
         w = token_weights(products, sums, newest, at, j, live, t, c_in, ROWS, tl.float32)

@@ -3,12 +3,7 @@
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def ring_row(start, row, ring_len):
-    """Ring row of the row that comes ``row`` (below ``2 * ring_len - start``) after the oldest."""
-    row = start + row
-    return tl.where(row >= ring_len, row - ring_len, row)
+from replayssm.kernels import ring_row
 
 
 @triton.jit

@@ -6,7 +6,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm.batch_invariant_decode.kernels.blocks import loaded_rows, rows_weigh, score_in_blocks, token_weights
 from replayssm.batch_invariant_decode.kernels.fold import cross_chunks
-from replayssm.batch_invariant_decode.kernels.lanes import move_cursors, ring_row
+from replayssm.batch_invariant_decode.kernels.lanes import move_cursors, place
+from replayssm.kernels import ring_row
 from replayssm.ssd.kernels.arithmetic import finished, holds_no_number, multiply, times
 from replayssm.ssd.kernels.constants import PER_CALL
 
@@ -67,9 +68,7 @@ def _careful(
         own = carried
         for j0 in tl.range(0, live + i + 1, BT, num_stages=1):
             j = j0 + k
-            at = j
-            if LAZY:
-                at = ring_row(start, j, ring_len)
+            at = place(start, j, ring_len, LAZY)
             seen = (j <= live + i)[None, :] & r_in[:, None]
             x_tile = tl.load(x_rows + (at[None, :] * s_x_row + r[:, None]), mask=seen, other=0.0)
             w = token_weights(products, sums, newest, at, j, live, t, c_in, ROWS, OPERAND)
@@ -209,9 +208,7 @@ def stream_kernel(
             t, c_in, N, NP, ROWS, BT, STAGES, LAZY,
         )  # fmt: skip
     else:
-        at = row
-        if LAZY:
-            at = ring_row(start, row, ring_len)
+        at = place(start, row, ring_len, LAZY)
         y = tl.zeros((WIDTH, COLUMNS), tl.float32)
         pair, product = loaded_rows(products, sums_of, at, row, live, t, c_in, ROWS)
         # A loop of one turn, which the compiler does not know: it copies what a loop loads straight to shared memory.

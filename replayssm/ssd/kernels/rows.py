@@ -50,6 +50,19 @@ def buffered_rows(sequence, slots, num_buffered, ring_start):
 
 
 @triton.jit
+def chunk_bounds(
+    chunk, cu_seqlens, slots, num_buffered, ring_start, num_tokens, sequences, chunk_size, spare, STEPS: tl.constexpr
+):  # fmt: skip
+    """The sequence to which chunk number ``chunk`` belongs, its ``sequence_bounds`` and its ``buffered_rows``."""
+    sequence = chunk * 0
+    if cu_seqlens is not None:
+        sequence = sequence_of(chunk, cu_seqlens, sequences, chunk_size, spare, STEPS)
+    first, length, first_chunk = sequence_bounds(sequence, cu_seqlens, num_tokens, chunk_size, spare)
+    slot, buffered, start = buffered_rows(sequence, slots, num_buffered, ring_start)
+    return sequence, first, length, first_chunk, slot, buffered, start
+
+
+@triton.jit
 def row_pointers(new, s_new, old, s_old, origin, row, first, buffered, start, ring_len):
     """Pointers to the rows at ``origin + row`` of a sequence; ``old`` is its slot, None without buffers.
 

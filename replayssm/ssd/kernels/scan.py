@@ -5,7 +5,7 @@ import triton.language as tl
 
 from replayssm.ssd.kernels.arithmetic import finished, multiply, times, weights
 from replayssm.ssd.kernels.constants import PER_CALL
-from replayssm.ssd.kernels.rows import buffered_rows, row_numbers, row_pointers, sequence_bounds, sequence_of
+from replayssm.ssd.kernels.rows import chunk_bounds, row_numbers, row_pointers
 
 
 @triton.jit
@@ -52,11 +52,9 @@ def chunk_outputs(
 ):  # fmt: skip
     """Program (chunk, head, block of rows and columns)."""
     chunk = tl.program_id(0)
-    sequence = chunk * 0
-    if cu_seqlens is not None:
-        sequence = sequence_of(chunk, cu_seqlens, sequences, chunk_size, spare, STEPS)
-    first, length, first_chunk = sequence_bounds(sequence, cu_seqlens, num_tokens, chunk_size, spare)
-    slot, buffered, start = buffered_rows(sequence, slots, num_buffered, ring_start)
+    sequence, first, length, first_chunk, slot, buffered, start = chunk_bounds(
+        chunk, cu_seqlens, slots, num_buffered, ring_start, num_tokens, sequences, chunk_size, spare, STEPS
+    )
     head = tl.program_id(1)
     group = head // heads_per_group
     columns: tl.constexpr = (P + BP - 1) // BP

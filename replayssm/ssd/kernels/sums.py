@@ -5,7 +5,7 @@ import triton.language as tl
 
 from replayssm.ssd.kernels.arithmetic import fold_scale, processed, sums
 from replayssm.ssd.kernels.constants import PER_CALL
-from replayssm.ssd.kernels.rows import buffered_rows, row_pointers, sequence_bounds, sequence_of
+from replayssm.ssd.kernels.rows import chunk_bounds, row_pointers
 
 
 @triton.jit(do_not_specialize=PER_CALL)
@@ -20,11 +20,9 @@ def chunk_sums(
     of the state before the chunk in the row. So a program that needs several of them takes one load of 16 bytes a row.
     """
     chunk = tl.program_id(0)
-    sequence = chunk * 0
-    if cu_seqlens is not None:
-        sequence = sequence_of(chunk, cu_seqlens, sequences, chunk_size, spare, STEPS)
-    first, length, first_chunk = sequence_bounds(sequence, cu_seqlens, num_tokens, chunk_size, spare)
-    slot, buffered, start = buffered_rows(sequence, slots, num_buffered, ring_start)
+    _, first, length, first_chunk, slot, buffered, start = chunk_bounds(
+        chunk, cu_seqlens, slots, num_buffered, ring_start, num_tokens, sequences, chunk_size, spare, STEPS
+    )
     origin = (chunk - first_chunk) * chunk_size
     if (slot < 0) | (origin >= buffered + length):
         return
