@@ -25,18 +25,11 @@ from replayssm.testing import assert_close, output_tolerance, state_tolerance, u
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("made_on_the_device"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 BF16 = torch.bfloat16
 REAL = {"nheads": 16, "headdim": 64, "ngroups": 2, "dstate": 128, "dtype": BF16}
-
-
-@pytest.fixture(autouse=True)
-def _everything_is_made_on_the_device():
-    before = torch.get_default_device()
-    torch.set_default_device("cuda")
-    yield
-    torch.set_default_device(before)
 
 
 @triton.jit

@@ -15,17 +15,10 @@ except ImportError:
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("made_on_the_device"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 BF16, F16 = torch.bfloat16, torch.float16
-
-
-@pytest.fixture(autouse=True)
-def _everything_is_made_on_the_device():
-    before = torch.get_default_device()
-    torch.set_default_device("cuda")
-    yield
-    torch.set_default_device(before)
 
 
 def bits(tensor):

@@ -32,12 +32,8 @@ for kernel in OTHERS:  # no tile of these gives other bits: one saves the time o
 
 
 @pytest.fixture(autouse=True)
-def _everything_is_made_on_the_device():
-    before = torch.get_default_device()
-    torch.set_default_device("cuda")
+def _pinned(made_on_the_device):
     pin_mamba_ssm()
-    yield
-    torch.set_default_device(before)
 
 
 def combined(case, initial=None):

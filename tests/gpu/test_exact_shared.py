@@ -46,13 +46,6 @@ from test_ssd_values import (  # noqa: F401
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("made_on_the_device"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _everything_is_made_on_the_device():
-    before = torch.get_default_device()
-    torch.set_default_device("cuda")
-    yield
-    torch.set_default_device(before)

@@ -12,17 +12,10 @@ from replayssm.cache import ExactMamba2Layer, ReplayPool, restore, snapshot
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("made_on_the_device"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 SIZES = {"nheads": 6, "headdim": 48, "ngroups": 2, "dstate": 80, "dtype": torch.bfloat16}
-
-
-@pytest.fixture(autouse=True)
-def _everything_is_made_on_the_device():
-    before = torch.get_default_device()
-    torch.set_default_device("cuda")
-    yield
-    torch.set_default_device(before)
 
 
 @pytest.fixture(params=["one launch", "two launches"], autouse=True)
